@@ -1,0 +1,146 @@
+// The one seam between Terrace and an accelerator: memory, streams, events, copies.
+//
+// Two real implementations, chosen at run time by open_device():
+//   cuda      the CUDA driver, opened with dlopen (runtime/cuda/)
+//   emulated  host memory as HBM with a capacity, worker threads as streams, a link with a set bandwidth
+//             (runtime/emulated/)
+// Code above asks for capabilities, never for a vendor.
+//
+// Every method may be called from any thread. Calls that take a Stream return at once; the work happens in
+// the order in which calls on that stream were made. Errors are values; a failed call has changed nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "runtime/result.hpp"
+#include "runtime/units.hpp"
+
+namespace terrace {
+
+// A device address, or the host address of pinned memory. Dereferenced by the host only where it owns the
+// memory: pinned memory always, HBM on a device whose capabilities say host_addressable.
+using Address = std::byte*;
+
+struct DeviceId {
+  int index = 0;
+  auto operator<=>(const DeviceId&) const = default;
+};
+struct Stream {
+  std::uint32_t id = 0;
+  auto operator<=>(const Stream&) const = default;
+};
+struct Event {
+  std::uint32_t id = 0;
+  auto operator<=>(const Event&) const = default;
+};
+struct Physical {
+  std::uint64_t id = 0;
+  auto operator<=>(const Physical&) const = default;
+};
+
+enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2 };
+inline constexpr int kDirectionCount = 3;
+[[nodiscard]] const char* name_of(Direction direction);  // "h2d", "d2h", "d2d"
+
+enum class StreamPriority : std::uint8_t { kNormal, kHigh };
+
+struct Capabilities {
+  bool host_addressable = false;  // the host may read and write HBM at its Address
+  bool host_kernels = false;      // launch_host() work computes: the CPU operators run here
+  bool remap = false;             // physical memory under a reserved address can be exchanged
+};
+
+struct DeviceInfo {
+  DeviceId id;
+  std::string kind;   // "cuda", "emulated"
+  std::string name;   // "NVIDIA H200", "emulated"
+  std::string pci;    // "0000:1b:00.0", or empty
+  Bytes capacity;     // HBM bytes this process could ever create
+  Bytes granularity;  // of create_physical, map and unmap
+  Capabilities can;
+  double h2d_bytes_per_second = 0;  // of the link, each direction alone; 0: not known, measure it
+  double d2h_bytes_per_second = 0;
+};
+
+struct MemoryInfo {
+  Bytes free;
+  Bytes total;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  [[nodiscard]] virtual const DeviceInfo& info() const = 0;
+
+  // --- Physical memory at reserved addresses. Sizes are multiples of info().granularity. ---
+  [[nodiscard]] virtual Result<Address> reserve(Bytes size) = 0;  // address space, no memory
+  virtual void release(Address address, Bytes size) = 0;          // all of it unmapped before
+  [[nodiscard]] virtual Result<Physical> create_physical(
+      Bytes size) = 0;                                   // Errors: kOutOfMemory, kDeviceLost
+  virtual void destroy_physical(Physical physical) = 0;  // unmapped before
+  [[nodiscard]] virtual Status map(Address at, Physical physical,
+                                   Bytes size) = 0;                // readable and writable on return
+  [[nodiscard]] virtual Status unmap(Address at, Bytes size) = 0;  // the caller knows that no work uses it
+  [[nodiscard]] virtual Result<MemoryInfo> memory() const = 0;
+
+  // --- Host memory the copy engines can reach at full speed. The range stays the caller's. ---
+  [[nodiscard]] virtual Status pin(Address host, Bytes size) = 0;
+  virtual void unpin(Address host, Bytes size) = 0;
+
+  // --- Streams and events ---
+  [[nodiscard]] virtual Result<Stream> create_stream(StreamPriority priority) = 0;
+  virtual void destroy_stream(Stream stream) = 0;  // waits for its work
+  [[nodiscard]] virtual Status synchronize(
+      Stream stream) = 0;  // the host waits; reports an earlier failed operation
+  [[nodiscard]] virtual Result<Event> create_event() = 0;  // counts as completed until first recorded
+  virtual void destroy_event(Event event) = 0;
+  [[nodiscard]] virtual Status record(Stream stream, Event event) = 0;
+  [[nodiscard]] virtual Status wait(Stream stream,
+                                    Event event) = 0;         // later work on stream waits; the host does not
+  [[nodiscard]] virtual Status synchronize(Event event) = 0;  // the host waits
+  [[nodiscard]] virtual bool completed(Event event) const = 0;
+  // Seconds from `from` to `to`, both recorded and completed; negative where `to` came first.
+  [[nodiscard]] virtual Result<double> seconds_between(Event from, Event to) const = 0;
+
+  // --- Work ---
+  [[nodiscard]] virtual Status copy(Stream stream, Direction direction, Address to, const std::byte* from,
+                                    Bytes size) = 0;
+  [[nodiscard]] virtual Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) = 0;
+  // Runs `work` on a host thread in stream order. On cuda it must not call the device; with host_kernels it
+  // is the way operators are launched.
+  [[nodiscard]] virtual Status launch_host(Stream stream, std::function<void()> work) = 0;
+  // The CUstream behind a stream, for libraries that launch on it; null where there is none.
+  [[nodiscard]] virtual void* native_stream(Stream stream) const = 0;
+  // Makes the device's context current on the calling thread, for libraries that need one.
+  [[nodiscard]] virtual Status bind_thread() = 0;
+};
+
+struct EmulatedOptions {
+  Bytes capacity = Bytes(4ULL << 30);
+  Bytes granularity = Bytes(64ULL << 10);
+  double h2d_bytes_per_second =
+      8e9;  // a copy takes bytes / this, each direction with a copy engine of its own
+  double d2h_bytes_per_second = 8e9;
+};
+[[nodiscard]] Result<std::unique_ptr<Device>> open_emulated_device(const EmulatedOptions& options);
+// Errors: kNotSupported (built without CUDA, or no driver on this machine), kNotFound (no such device).
+[[nodiscard]] Result<std::unique_ptr<Device>> open_cuda_device(DeviceId id);
+// Whether open_cuda_device could work: a driver and at least one device.
+[[nodiscard]] bool cuda_available();
+// "auto": cuda where available, else emulated; "cuda"; "emulated".
+[[nodiscard]] Result<std::unique_ptr<Device>> open_device(std::string_view kind,
+                                                          const EmulatedOptions& emulated);
+
+// The emulated link rate at which moving a GEMM output costs, against recomputing it, what it costs at width
+// 4096 on an H200: bytes/s = FLOP/s / 14,000 * 4096 / width.
+[[nodiscard]] constexpr double emulated_link_rate(double gemm_flops_per_second, double hidden_width) {
+  return gemm_flops_per_second / 14000.0 * 4096.0 / hidden_width;
+}
+
+}  // namespace terrace

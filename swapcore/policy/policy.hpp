@@ -1,0 +1,97 @@
+// What the user asked for: the policy file as a value. Every field has the default that an empty file gives.
+//
+// The file is TOML; docs/POLICY.md lists every key. Unknown keys, bad units and contradictions are errors of
+// the form
+//   terrace.toml:7:10: hbm.budget: "140%" is more than the device; use a size like "96GiB" or a share up to
+//   "100%"
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "runtime/result.hpp"
+#include "runtime/units.hpp"
+#include "swapcore/site.hpp"
+
+namespace terrace {
+
+// A limit as written: "24GiB", "80%" of something that is known later, or "auto".
+struct Amount {
+  enum class Form : std::uint8_t { kAuto, kBytes, kShare };
+  Form form = Form::kAuto;
+  Bytes bytes;       // kBytes
+  double share = 0;  // kShare: 0..1
+  // The bytes meant, where a share is of `whole` and auto means `automatic`.
+  [[nodiscard]] Bytes resolve(Bytes whole, Bytes automatic) const;
+  [[nodiscard]] static Amount of(Bytes bytes) { return {Form::kBytes, bytes, 0}; }
+  [[nodiscard]] static Amount of_share(double share) { return {Form::kShare, {}, share}; }
+  bool operator==(const Amount&) const = default;
+};
+
+enum class SwapMode : std::uint8_t { kOff, kAuto, kRules };
+enum class Contingency : std::uint8_t { kOffload, kRecompute, kFail };
+enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
+enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
+enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
+
+struct Rule {
+  std::string match;             // glob over site names: * within a dotted part or across parts
+  std::optional<SiteKind> kind;  // none: any
+  RulePhase phase = RulePhase::kAny;
+  RuleAction action = RuleAction::kAuto;
+  int priority = 0;              // the highest matching rule decides; equal priority: the later one
+  std::uint64_t first_step = 0;  // steps = "0..100": inclusive
+  std::uint64_t last_step = UINT64_MAX;
+};
+
+struct Policy {
+  struct Hbm {
+    Amount budget = Amount::of_share(0.9);
+    Amount reserve = Amount::of(2_GiB);
+  } hbm;
+  struct Ddr {
+    Amount budget;  // auto: half of what the cgroup allows
+    NumaMode numa = NumaMode::kNearest;
+    std::vector<int> nodes;  // numa = [0, 1]
+    bool hugepages = true;
+  } ddr;
+  struct Swapcore {
+    SwapMode mode = SwapMode::kAuto;
+    Amount hbm_budget;  // auto: what the device budget leaves
+    Amount ddr_budget;  // auto: all of ddr.budget
+    std::vector<Rule> rules;
+  } swapcore;
+  struct Checkpoint {
+    Amount budget;
+    Contingency contingency = Contingency::kOffload;
+  } checkpoint;
+  struct Metrics {
+    std::string listen = "127.0.0.1:9464";
+  } metrics;
+  struct Daemon {
+    std::string socket = "/run/terrace/terraced.sock";
+  } daemon;
+};
+
+// Reads a policy from TOML text; `source` names it in errors.
+// Errors: kInvalidArgument with "source:line:column: key: what; what would do".
+[[nodiscard]] Result<Policy> parse_policy(std::string_view toml, std::string_view source);
+// Errors: kIo (missing, unreadable: says which and what to do), else as parse_policy.
+[[nodiscard]] Result<Policy> load_policy(const std::string& path);
+
+// "24GiB", "512 MiB", "80%", "auto". Errors: kInvalidArgument; the text says what would be accepted.
+[[nodiscard]] Result<Amount> parse_amount(std::string_view text);
+// "24GiB" only. Errors as above.
+[[nodiscard]] Result<Bytes> parse_bytes(std::string_view text);
+
+// Whether a glob (`layer.*.moe.fc1`) matches a site name.
+[[nodiscard]] bool glob_matches(std::string_view glob, std::string_view name);
+// What the rules say about a site at a step: the action of the deciding rule, or kAuto where none matches.
+[[nodiscard]] RuleAction decide(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase,
+                                std::uint64_t step);
+
+}  // namespace terrace

@@ -1,0 +1,126 @@
+// The meeting point of a training process and Terrace: memory within the budgets, Swap Core, saved
+// activations.
+//
+// Handle form: the trainer offers a site's output in forward and fetches it when it recomputes; what comes
+// back may be another block with the same bytes. Nothing here changes a number: a fetch that cannot be served
+// is a miss, and the trainer computes.
+//
+// One session serves one device and one training thread; its methods are called from that thread. Reading
+// usage() is safe from any thread.
+//
+//   session.begin_step(compute);
+//   for (layer : layers)      { session.enter_forward(layer);  ... save(...), offer(...) ... }
+//   session.enter_head();     loss
+//   for (layer : reversed)    { session.enter_backward(layer); ... load(...), fetch(...) ... }
+//   session.end_step();
+//
+// With gradient accumulation the forward/head/backward part repeats for each micro-batch.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "allocator/ddr_pool.hpp"
+#include "allocator/hbm_pool.hpp"
+#include "runtime/copy_engine.hpp"
+#include "runtime/device.hpp"
+#include "swapcore/policy/policy.hpp"
+#include "swapcore/site.hpp"
+
+namespace terrace {
+
+// A block shared by the trainer and the session; the last holder gives it back in order of the compute
+// stream.
+using BlockRef = std::shared_ptr<const Block>;
+
+// A saved activation that must come back: a block's input, a routing decision. `slot` tells several of a
+// layer apart.
+struct SaveKey {
+  int layer = 0;
+  std::uint32_t micro_batch = 0;
+  std::uint32_t slot = 0;
+  auto operator<=>(const SaveKey&) const = default;
+};
+
+struct SessionCounters {
+  std::uint64_t hits = 0, misses = 0,
+                late = 0;       // fetches by outcome; a late one was a hit that a stream waited for
+  std::uint64_t evictions = 0;  // cached outputs dropped because HBM was asked for
+  Bytes spilled, restored;
+  double stall_seconds = 0;
+};
+
+class Session {
+ public:
+  struct Options {
+    Policy policy;
+    std::string job = "job";  // label in the metrics
+    bool join_daemon = true;  // where the environment names a daemon (TERRACE_SOCKET)
+    Stream compute;           // the stream on which the trainer computes
+  };
+  // Errors: budgets larger than the device or in contradiction (kInvalidArgument), device errors.
+  [[nodiscard]] static Result<std::unique_ptr<Session>> open(Device& device, Options options);
+  ~Session();  // every BlockRef dropped before
+
+  // Device memory for use on the compute stream. Where the budget is reached the session first waits for
+  // spills in flight, then drops cached outputs, then offloads saved activations (policy:
+  // checkpoint.contingency), and only then answers kOutOfBudget; its text says how many bytes were missing,
+  // for what, and which policy lines would help.
+  [[nodiscard]] Result<BlockRef> allocate(Bytes size, Pool pool);
+
+  [[nodiscard]] SiteId declare(const SiteSpec& site);
+
+  void begin_step();
+  void enter_forward(int layer, std::uint32_t micro_batch = 0);
+  void enter_head(std::uint32_t micro_batch = 0);  // between the last forward and the first backward layer
+  void enter_backward(int layer, std::uint32_t micro_batch = 0);
+  void end_step();  // entries never fetched are released
+
+  // Forward: the output of a site, computed on the compute stream and never written again. Outputs that
+  // backward does not read are never offered.
+  void offer(const SiteKey& key, const BlockRef& output);
+  // Recompute: the bytes that were offered, ready on the compute stream, or null (a miss: compute it). An
+  // entry is consumed by its first fetch.
+  [[nodiscard]] BlockRef fetch(const SiteKey& key);
+
+  // Times what the trainer launches between construction and destruction as one run of the site, in steps
+  // that the session measures; free in others.
+  class Timing {
+   public:
+    Timing(Session& session, SiteId site);
+    ~Timing();
+    Timing(const Timing&) = delete;
+    Timing& operator=(const Timing&) = delete;
+
+   private:
+    Session& session_;
+    SiteId site_;
+    Event start_{};
+    bool active_ = false;
+  };
+
+  // Keeps an activation until load(): in HBM inside the checkpoint budget, else as the contingency says.
+  // Errors: kOutOfBudget (contingency "fail", or nowhere to put it).
+  [[nodiscard]] Status save(const SaveKey& key, BlockRef block);
+  // Errors: kNotFound (never saved, or loaded already), kOutOfBudget.
+  [[nodiscard]] Result<BlockRef> load(const SaveKey& key);
+
+  [[nodiscard]] Device& device() const;
+  [[nodiscard]] Stream compute() const;
+  [[nodiscard]] const Policy& policy() const;
+  [[nodiscard]] PoolUsage hbm_usage() const;
+  [[nodiscard]] PoolUsage ddr_usage() const;
+  [[nodiscard]] SessionCounters counters() const;
+  // One line a person can read: what the plan keeps where.
+  [[nodiscard]] std::string plan_summary() const;
+  void reset_peaks();
+
+ private:
+  struct Impl;
+  explicit Session(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+  friend class Timing;
+};
+
+}  // namespace terrace
