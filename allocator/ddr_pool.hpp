@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "allocator/hbm_pool.hpp"
+#include "allocator/block_table.hpp"
 #include "runtime/device.hpp"
 
 namespace terrace {

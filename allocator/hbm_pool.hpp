@@ -6,29 +6,12 @@
 // The pool never calls up: out of budget is a value, and the caller decides.
 #pragma once
 
-#include <array>
 #include <memory>
 
+#include "allocator/block_table.hpp"
 #include "runtime/device.hpp"
 
 namespace terrace {
-
-// A contiguous range with one owner and one size.
-struct Block {
-  Address address = nullptr;
-  Bytes size;  // as asked for; the range behind it is rounded up to 512 bytes
-  Pool pool = Pool::kScratch;
-};
-
-struct PoolUsage {
-  Bytes budget;
-  Bytes mapped;  // physical memory held, what the budget is compared with
-  Bytes mapped_peak;
-  Bytes live;  // bytes in blocks, rounding included
-  Bytes live_peak;
-  std::array<Bytes, kPoolCount> live_by_pool;
-  std::array<Bytes, kPoolCount> peak_by_pool;
-};
 
 class HbmPool {
  public:
@@ -37,7 +20,7 @@ class HbmPool {
     Bytes chunk{};  // physical granularity; zero: chosen from the budget (docs/design/0003-chunk-size.md)
   };
   [[nodiscard]] static Result<std::unique_ptr<HbmPool>> create(Device& device, Options options);
-  ~HbmPool();  // every block freed before; waits for the streams they were freed on
+  ~HbmPool();  // every block freed before; waits for the streams they were freed on, which still exist
 
   // Returns a block of at least `size` bytes (zero counts as one), 512-byte aligned, ordered after earlier
   // frees of its range. Errors: kOutOfBudget (nothing changed; spill and ask again), kOutOfMemory,
@@ -55,9 +38,14 @@ class HbmPool {
   // is mapped until usage falls. Returns the bytes by which mapped memory still exceeds the new budget.
   Bytes set_budget(Bytes budget);
 
+  // The live block whose range holds `address`, interior pointers included.
+  [[nodiscard]] std::optional<Block> find(const std::byte* address) const;
+
   [[nodiscard]] PoolUsage usage() const;
   // Forgets the peaks: they start again from what is held now.
   void reset_peaks();
+  // The most bytes live at one time since the last call.
+  Bytes take_watermark();
   // The largest block that allocate() could serve now without exceeding the budget; a hint for messages.
   [[nodiscard]] Bytes largest_available() const;
 

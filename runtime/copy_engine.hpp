@@ -49,13 +49,16 @@ class CopyEngine {
   [[nodiscard]] static Result<std::unique_ptr<CopyEngine>> create(Device& device);
   ~CopyEngine();  // waits for what is in flight; every ticket is gone before
 
-  // Starts a batch once `after` has completed on the device. Errors: what the device said; then no byte moves
-  // whose ticket is held: the engine has waited for what it had started.
+  // Starts a batch once `after` has completed on the device; Event{}: at once. Direction: kH2D or kD2H.
+  // Errors: what the device said; then no byte moves whose ticket is held: the engine has waited for what it
+  // had started.
   [[nodiscard]] Result<Ticket> submit(Direction direction, Event after, std::span<const Transfer> batch,
                                       CopyReason reason);
   [[nodiscard]] Stream stream(Direction direction) const;  // kH2D or kD2H
   // Seconds the ticket's batch spent on the link. Precondition: ticket.done().
   [[nodiscard]] Result<double> seconds(const Ticket& ticket) const;
+  // Bytes submitted since creation. Wait-free.
+  [[nodiscard]] Bytes submitted(Direction direction, CopyReason reason) const;
 
  private:
   struct Impl;

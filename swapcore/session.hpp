@@ -26,13 +26,10 @@
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
 #include "swapcore/policy/policy.hpp"
+#include "swapcore/residency.hpp"
 #include "swapcore/site.hpp"
 
 namespace terrace {
-
-// A block shared by the trainer and the session; the last holder gives it back in order of the compute
-// stream.
-using BlockRef = std::shared_ptr<const Block>;
 
 // A saved activation that must come back: a block's input, a routing decision. `slot` tells several of a
 // layer apart.

@@ -289,6 +289,7 @@ struct SituGluBackward {
   const float* d_y;
   float* d_g;
   float* d_u;
+  float* y = nullptr;  // the forward's output, made again on the way; may be d_y
 };
 // bias += gamma * sign(mean count - count of e), counts from offsets.
 struct BalanceBias {

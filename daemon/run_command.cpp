@@ -1,0 +1,127 @@
+#include "daemon/run_command.hpp"
+
+#include <sys/random.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "daemon/child_run.hpp"
+#include "daemon/daemon_start.hpp"
+#include "daemon/socket_path.hpp"
+#include "runtime/shared_page.hpp"
+
+namespace terrace {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::uint64_t new_run() {
+  std::uint64_t run = 0;
+  if (::getrandom(&run, sizeof run, 0) != static_cast<ssize_t>(sizeof run)) run = 0;
+  return run | 1;  // zero means none
+}
+
+std::string hex(std::uint64_t value) {
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+ChildRun child_of(const RunOptions& options, const std::string& socket, std::uint64_t run,
+                  const fs::path& programs) {
+  ChildRun child;
+  child.command = options.command;
+  child.environment = {{"TERRACE_SOCKET", socket}, {"TERRACE_RUN", hex(run)}};
+  const std::string name =
+      options.job.empty() ? fs::path(options.command[0]).filename().string() : options.job;
+  child.environment.emplace_back("TERRACE_JOB", clean_job_name(name));
+  std::error_code error;
+  if (!options.policy_file.empty()) {
+    child.environment.emplace_back("TERRACE_POLICY", fs::absolute(options.policy_file, error).string());
+  }
+  const fs::path preload = (programs / ".." / "lib" / "libterrace_preload.so").lexically_normal();
+  if (fs::exists(preload, error)) {
+    const char* before = std::getenv("LD_PRELOAD");
+    const bool more = before != nullptr && *before != '\0';
+    child.environment.emplace_back("LD_PRELOAD", preload.string() + (more ? std::string(":") + before : ""));
+  }
+  return child;
+}
+
+// The daemon may be another than the one at the start: clients tell a successor all they have counted.
+Result<std::string> status_at_end(std::optional<Observer>& observer, const std::string& socket,
+                                  std::uint64_t run) {
+  if (observer) {
+    auto status = observer->status(run);
+    if (status) return status;
+  }
+  auto again = Observer::connect(socket);
+  if (!again) return again.error();
+  return again->status(run);
+}
+
+}  // namespace
+
+Result<Policy> policy_from(const std::string& file) { return file.empty() ? Policy{} : load_policy(file); }
+
+Result<std::string> socket_for(const std::string& given, const Policy& policy) {
+  std::error_code error;
+  if (!given.empty()) return fs::absolute(given, error).string();
+  const char* set = std::getenv("TERRACE_SOCKET");
+  if (set != nullptr && *set != '\0') return std::string(set);
+  return choose_socket(policy.daemon.socket);
+}
+
+std::string memory_report(const std::string& status_json) {
+  const auto json = nlohmann::json::parse(status_json, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("run")) return {};
+  const auto& run = json["run"];
+  const auto processes = run.value("processes", std::uint64_t{0});
+  if (processes == 0) return {};
+  const auto number = [&](const char* key) { return run.value(key, std::uint64_t{0}); };
+  const auto bytes = [&](const char* key) { return format_bytes(Bytes(number(key))); };
+  char stalls[32];
+  std::snprintf(stalls, sizeof stalls, "%.3f s", run.value("stall_seconds", 0.0));
+  const std::string of =
+      processes == 1 ? "" : " (the largest of " + std::to_string(processes) + " processes)";
+  return "terrace: HBM peak " + bytes("hbm_peak_bytes") + ", DDR peak " + bytes("ddr_peak_bytes") + of +
+         "; moved " + bytes("transfer_bytes") + "\n" + "terrace: cache " +
+         std::to_string(number("cache_hits")) + " hits, " + std::to_string(number("cache_misses")) +
+         " misses, " + std::to_string(number("cache_late")) + " late; stalled " + stalls + " in " +
+         std::to_string(number("steps")) + " steps\n";
+}
+
+int run_command(const RunOptions& options, const fs::path& programs) {
+  const auto policy = policy_from(options.policy_file);
+  if (!policy) {
+    std::fprintf(stderr, "terrace: %s\n", policy.error().text.c_str());
+    return 2;
+  }
+  std::error_code error;
+  DaemonStart start;
+  start.program = programs / "terraced";
+  start.listen = options.listen;
+  start.policy = options.policy_file.empty() ? "" : fs::absolute(options.policy_file, error).string();
+  std::optional<Observer> observer;
+  Result<std::string> socket = socket_for(options.socket, *policy);
+  std::string why = socket ? "" : socket.error().text;
+  if (socket) {
+    start.socket = *socket;
+    auto joined = join_or_start_daemon(start);
+    if (joined) observer.emplace(std::move(*joined));
+    if (!joined) why = joined.error().text;
+  }
+  if (!observer) std::fprintf(stderr, "terrace: no daemon (%s): running without\n", why.c_str());
+  const std::uint64_t run = new_run();
+  // An empty socket in the environment says that there is none, so that nobody complains a second time.
+  const int code = run_child(child_of(options, observer ? start.socket : "", run, programs));
+  if (observer) {
+    const auto status = status_at_end(observer, start.socket, run);
+    if (status) std::fputs(memory_report(*status).c_str(), stderr);
+  }
+  return code;
+}
+
+}  // namespace terrace

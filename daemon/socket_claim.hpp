@@ -1,0 +1,36 @@
+// The daemon's place on a node: a listening Unix socket that exactly one live daemon has.
+//
+// Beside the socket lies PATH.lock, held by flock for as long as the daemon lives, however it ends. Whoever
+// has the lock may replace a socket that a killed predecessor has left.
+#pragma once
+
+#include <string>
+
+#include "runtime/owned_fd.hpp"
+#include "runtime/result.hpp"
+
+namespace terrace {
+
+class SocketClaim {
+ public:
+  // Makes missing folders of the path. Errors: kIo (another daemon lives there, the path is something else
+  // than a socket, no permission), kInvalidArgument (the path is too long). The text says what to do.
+  [[nodiscard]] static Result<SocketClaim> claim(const std::string& path);
+  SocketClaim(SocketClaim&&) noexcept = default;
+  SocketClaim& operator=(SocketClaim&&) = delete;
+  ~SocketClaim();  // removes the socket, lets go of the lock
+
+  [[nodiscard]] int fd() const { return listening_.get(); }  // non-blocking
+  [[nodiscard]] const std::string& path() const { return path_; }
+  // A predecessor was killed: its clients may come back with what they hold.
+  [[nodiscard]] bool replaced_stale() const { return replaced_stale_; }
+
+ private:
+  SocketClaim(std::string path, OwnedFd lock) : path_(std::move(path)), lock_(std::move(lock)) {}
+  std::string path_;
+  OwnedFd lock_;
+  OwnedFd listening_;
+  bool replaced_stale_ = false;
+};
+
+}  // namespace terrace

@@ -1,0 +1,121 @@
+#include "daemon/status_json.hpp"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "runtime/wire.hpp"
+
+namespace terrace {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::size_t kMostListed = 48;  // processes in each list; kMaxWireText holds both in full
+
+Json by_tier(const TierAmounts& amounts) {
+  Json json = Json::object();
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+    json[name_of(static_cast<TierId>(tier))] = amounts[tier].count();
+  }
+  return json;
+}
+
+template <Metric M, typename... Args>
+std::uint64_t slot(const SlotValues& values, Args... labels) {
+  return values[first_slot(M) + MetricTraits<M>::Labels::index(labels...)];
+}
+template <Metric M>
+std::uint64_t sum(const SlotValues& values) {
+  std::uint64_t total = 0;
+  for (std::size_t i = 0; i < info_of(M).slots; ++i) total += values[first_slot(M) + i];
+  return total;
+}
+std::uint64_t fetches(const SlotValues& values, FetchOutcome outcome) {
+  std::uint64_t total = 0;
+  for (std::size_t kind = 0; kind < LabelTraits<MetricKind>::kCount; ++kind) {
+    total += slot<Metric::kCacheFetches>(values, static_cast<MetricKind>(kind), outcome);
+  }
+  return total;
+}
+
+void add_summary(Json& json, const SlotValues& values) {
+  json["hbm_peak_bytes"] = slot<Metric::kTierPeakBytes>(values, TierId::kHbm);
+  json["ddr_peak_bytes"] = slot<Metric::kTierPeakBytes>(values, TierId::kDdr);
+  json["transfer_bytes"] = sum<Metric::kTransferBytes>(values);
+  json["cache_hits"] = fetches(values, FetchOutcome::kHit);
+  json["cache_misses"] = fetches(values, FetchOutcome::kMiss);
+  json["cache_late"] = fetches(values, FetchOutcome::kLate);
+  json["stall_seconds"] = static_cast<double>(sum<Metric::kStallSeconds>(values)) / 1e9;
+  json["steps"] = sum<Metric::kSteps>(values);
+}
+
+std::string hex(std::uint64_t value) {
+  std::string text;
+  for (int shift = 60; shift >= 0; shift -= 4) text += "0123456789abcdef"[(value >> shift) & 15];
+  return text;
+}
+
+Json process(const ClientRegistry::Record& record) {
+  Json json;
+  json["id"] = record.client;
+  json["pid"] = record.pid;
+  json["job"] = record.job;
+  json["device"] = record.device;
+  json["run"] = hex(record.run);
+  json["leased"] = by_tier(record.leased);
+  add_summary(json, record.values);
+  return json;
+}
+
+Json listed(const std::vector<ClientRegistry::Record>& records, std::uint64_t run) {
+  Json list = Json::array();
+  for (const auto& record : records) {
+    if (list.size() < kMostListed && (run == 0 || record.run == run)) list.push_back(process(record));
+  }
+  return list;
+}
+
+Json run_summary(const ClientRegistry::View& view, std::uint64_t run) {
+  SlotValues totals{};
+  std::size_t processes = 0;
+  for (const auto* records : {&view.live, &view.ended}) {
+    for (const auto& record : *records) {
+      if (record.run != run) continue;
+      ++processes;
+      for (const MetricInfo& info : metric_table()) {
+        for (std::size_t i = info.first_slot; i < info.first_slot + info.slots; ++i) {
+          totals[i] = info.type == MetricType::kPeak ? std::max(totals[i], record.values[i])
+                                                     : totals[i] + record.values[i];
+        }
+      }
+    }
+  }
+  Json json;
+  json["processes"] = processes;
+  add_summary(json, totals);
+  return json;
+}
+
+}  // namespace
+
+std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& view, std::uint64_t run) {
+  Json json;
+  json["pid"] = facts.pid;
+  json["version"] = facts.version;
+  json["socket"] = facts.socket;
+  json["listen"] = facts.listen;
+  json["budget"] = by_tier(view.budget);
+  json["leased"] = by_tier(view.leased);
+  json["clients_total"] = view.live.size();
+  if (run != 0) json["run"] = run_summary(view, run);
+  json["clients"] = listed(view.live, run);
+  json["ended"] = listed(view.ended, run);
+  std::string text = json.dump();
+  if (text.size() > kMaxWireText) {  // a cut text would be no JSON
+    json["clients"] = json["ended"] = Json::array();
+    text = json.dump();
+  }
+  return text;
+}
+
+}  // namespace terrace

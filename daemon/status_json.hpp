@@ -1,0 +1,31 @@
+// The daemon's answer to a status request, as JSON.
+//
+//   {"pid", "version", "socket", "listen", "budget": {tier: bytes}, "leased": {tier: bytes}, "clients_total",
+//    "clients": [PROCESS], "ended": [PROCESS],
+//    "run": {"processes", SUMMARY}}        where a run was asked for
+// PROCESS: {"id", "pid", "job", "device", "run" (hex), "leased": {tier: bytes}, SUMMARY}
+// SUMMARY: "hbm_peak_bytes", "ddr_peak_bytes", "transfer_bytes", "cache_hits", "cache_misses", "cache_late",
+//          "stall_seconds", "steps"; of a run: peaks of its largest process, sums of the rest
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+
+#include "daemon/client_registry.hpp"
+
+namespace terrace {
+
+struct DaemonFacts {
+  pid_t pid = 0;
+  std::string version;
+  std::string socket;
+  std::string listen;  // empty: metrics are not served
+};
+
+// `run`: processes of that run alone; 0: all. Lists are cut so that the text fits a message.
+[[nodiscard]] std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& view,
+                                      std::uint64_t run);
+
+}  // namespace terrace

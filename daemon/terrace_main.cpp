@@ -1,0 +1,96 @@
+// terrace: the command a user types.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "daemon/observer.hpp"
+#include "daemon/policy_summary.hpp"
+#include "daemon/run_command.hpp"
+#include "daemon/status_text.hpp"
+#include "daemon/version.hpp"
+#include "runtime/metrics.hpp"
+
+namespace {
+
+using namespace terrace;
+
+constexpr int kRefused = 2;
+
+// Every file is checked, also after one was refused.
+int check(const std::vector<std::string>& files) {
+  int code = 0;
+  for (const std::string& file : files) {
+    const auto policy = load_policy(file);
+    if (policy) {
+      std::printf("%s: ok\n%s", file.c_str(), policy_summary(*policy).c_str());
+    } else {
+      std::fprintf(stderr, "%s\n", policy.error().text.c_str());
+      code = kRefused;
+    }
+  }
+  return code;
+}
+
+enum class StatusForm { kText, kJson };
+
+int status(const std::string& policy_file, const std::string& given_socket, StatusForm form) {
+  const auto fail = [](const Error& error) {
+    std::fprintf(stderr, "terrace: %s\n", error.text.c_str());
+    return 1;
+  };
+  const auto policy = policy_from(policy_file);
+  if (!policy) return fail(policy.error()), kRefused;
+  const auto socket = socket_for(given_socket, *policy);
+  if (!socket) return fail(socket.error());
+  auto observer = Observer::connect(*socket);
+  if (!observer) return fail(observer.error());
+  const auto reply = observer->status(0);
+  if (!reply) return fail(reply.error());
+  std::fputs(form == StatusForm::kJson ? (*reply + "\n").c_str() : status_text(*reply).c_str(), stdout);
+  return 0;
+}
+
+std::filesystem::path folder_of_programs() {
+  std::error_code error;
+  return std::filesystem::read_symlink("/proc/self/exe", error).parent_path();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Terrace lets a training process use more memory than its GPU has."};
+  app.require_subcommand(1);
+  app.set_version_flag("--version", std::string(kVersion));
+
+  RunOptions run;
+  CLI::App* run_app =
+      app.add_subcommand("run", "Run a command with a daemon at its side: terrace run -- CMD...");
+  run_app->add_option("--policy", run.policy_file, "Policy file");
+  run_app->add_option("--socket", run.socket, "Socket of the daemon");
+  run_app->add_option("--listen", run.listen, "Address for metrics, where a daemon is started");
+  run_app->add_option("--job", run.job, "Name of the job in the metrics; else the command's name");
+  run_app->add_option("command", run.command, "The command and its arguments")->required();
+  run_app->positionals_at_end();
+
+  std::vector<std::string> files;
+  CLI::App* check_app = app.add_subcommand("check", "Say what policy files mean, or what is wrong with them");
+  check_app->add_option("files", files, "Policy files")->required();
+
+  std::string status_socket, status_policy;
+  bool json = false;
+  CLI::App* status_app = app.add_subcommand("status", "Show the daemon's clients and leases");
+  status_app->add_option("--socket", status_socket, "Socket of the daemon");
+  status_app->add_option("--policy", status_policy, "Policy file that names the socket");
+  status_app->add_flag("--json", json, "As one line of JSON");
+
+  CLI::App* document_app = app.add_subcommand("metrics-doc", "Print docs/METRICS.md");
+
+  CLI11_PARSE(app, argc, argv);
+  if (*run_app) return run_command(run, folder_of_programs());
+  if (*check_app) return check(files);
+  if (*status_app) return status(status_policy, status_socket, json ? StatusForm::kJson : StatusForm::kText);
+  if (*document_app) std::fputs(metrics_document().c_str(), stdout);
+  return 0;
+}

@@ -1,0 +1,127 @@
+#include "examples/moe_trainer/checkpoint.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <utility>
+
+#include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/memory.hpp"
+#include "examples/moe_trainer/safetensors.hpp"
+
+namespace terrace::trainer {
+
+namespace {
+
+constexpr const char* kFormat = "terrace-moe-trainer-1";
+constexpr Bytes kStaging = 8_MiB;  // between the device and the file
+
+std::optional<std::uint64_t> number_in(const Metadata& metadata, const char* key) {
+  const auto found = metadata.find(key);
+  if (found == metadata.end()) return std::nullopt;
+  const std::string& text = found->second;
+  std::uint64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+SafetensorsReader open_checkpoint(const std::string& path) {
+  auto reader = SafetensorsReader::open(path);
+  if (!reader.ok()) bad_input(reader.error().text);
+  const auto format = reader->metadata().find("format");
+  if (format == reader->metadata().end() || format->second != kFormat) {
+    bad_input(path + ": not a checkpoint of moe_trainer; give one that --checkpoint wrote");
+  }
+  return std::move(*reader);
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  return text + ")";
+}
+
+// Walks a tensor in pieces of the staging buffer.
+template <typename Piece>
+void in_pieces(Bytes whole, const Piece& piece) {
+  for (Bytes at; at < whole; at += kStaging) piece(at, std::min(kStaging, whole - at));
+}
+
+// Errors of a checkpoint's file keep their text; what was going on is said before.
+void written(const Status& status) {
+  if (!status.ok()) throw Failure(ExitCode::kFailed, "the checkpoint was not saved: " + status.error().text);
+}
+
+}  // namespace
+
+Bytes CheckpointTensor::bytes() const {
+  std::uint64_t count = 1;
+  for (const std::int64_t extent : shape) count *= static_cast<std::uint64_t>(extent);
+  return Bytes(count * sizeof(float));
+}
+
+void write_checkpoint(const std::string& path, const CheckpointInfo& info,
+                      const std::vector<CheckpointTensor>& tensors, Session& session) {
+  const Metadata metadata = {{"format", kFormat},
+                             {"steps_done", std::to_string(info.steps_done)},
+                             {"seed", std::to_string(info.seed)},
+                             {"config", info.config},
+                             {"data_fingerprint", std::to_string(info.data_fingerprint)}};
+  std::vector<TensorInfo> header;
+  for (const CheckpointTensor& tensor : tensors) {
+    header.push_back({.name = tensor.name, .type = DType::kF32, .shape = tensor.shape});
+  }
+  Device& device = session.device();
+  const PinnedBuffer staging(device, kStaging);
+  auto writer = SafetensorsWriter::create(path, metadata, header);
+  if (!writer.ok()) written(writer.error());
+  for (const CheckpointTensor& tensor : tensors) {
+    const auto* from = reinterpret_cast<const std::byte*>(tensor.device);
+    in_pieces(tensor.bytes(), [&](Bytes at, Bytes size) {
+      require(device.copy(session.compute(), Direction::kD2H, staging.address(), from + at.count(), size));
+      require(device.synchronize(session.compute()));
+      written(writer->append(staging.as<const std::byte>().first(size.count())));
+    });
+  }
+  written(writer->finish());
+}
+
+CheckpointInfo read_checkpoint_info(const std::string& path) {
+  const SafetensorsReader reader = open_checkpoint(path);
+  const Metadata& metadata = reader.metadata();
+  const auto steps = number_in(metadata, "steps_done");
+  const auto seed = number_in(metadata, "seed");
+  const auto data = number_in(metadata, "data_fingerprint");
+  const auto config = metadata.find("config");
+  if (!steps || !seed || !data || config == metadata.end()) {
+    bad_input(path + ": the checkpoint's header is damaged; give another one");
+  }
+  return {.steps_done = static_cast<std::int64_t>(*steps),
+          .seed = *seed,
+          .config = config->second,
+          .data_fingerprint = *data};
+}
+
+void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor>& tensors,
+                     Session& session) {
+  const SafetensorsReader reader = open_checkpoint(path);
+  Device& device = session.device();
+  const PinnedBuffer staging(device, kStaging);
+  for (const CheckpointTensor& tensor : tensors) {
+    const TensorInfo* info = reader.find(tensor.name);
+    if (info == nullptr) bad_input(path + ": holds no " + tensor.name + "; it is of another model");
+    if (info->type != DType::kF32 || info->shape != tensor.shape) {
+      bad_input(path + ": " + tensor.name + " has shape " + shape_text(info->shape) + ", this model wants " +
+                shape_text(tensor.shape) + "; use the configuration it was trained with");
+    }
+    auto* to = reinterpret_cast<Address>(tensor.device);
+    in_pieces(tensor.bytes(), [&](Bytes at, Bytes size) {
+      require(reader.read(*info, at, staging.as<std::byte>().first(size.count())));
+      require(device.copy(session.compute(), Direction::kH2D, to + at.count(), staging.address(), size));
+      require(device.synchronize(session.compute()));
+    });
+  }
+}
+
+}  // namespace terrace::trainer

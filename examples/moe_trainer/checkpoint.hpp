@@ -1,0 +1,41 @@
+// A training state on disk: one safetensors file with weights, optimizer moments and router biases; step,
+// seed, configuration and the text's fingerprint in its metadata.
+//
+// It is written beside its name and renamed, so a full disk or a killed process leaves the previous one
+// whole.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "examples/moe_trainer/tensor.hpp"
+
+namespace terrace::trainer {
+
+struct CheckpointInfo {
+  std::int64_t steps_done = 0;  // also says where in the data the run is: draws are numbered
+  std::uint64_t seed = 0;
+  std::string config;  // canonical_text()
+  std::uint64_t data_fingerprint = 0;
+};
+
+// A tensor on the device that a checkpoint holds.
+struct CheckpointTensor {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  float* device = nullptr;
+  [[nodiscard]] Bytes bytes() const;
+};
+
+// Errors of the disk throw Failure (kFailed): which file, what went wrong, what to do.
+void write_checkpoint(const std::string& path, const CheckpointInfo& info,
+                      const std::vector<CheckpointTensor>& tensors, Session& session);
+
+// Throws Failure (kBadInput): no such file, not a checkpoint, truncated.
+[[nodiscard]] CheckpointInfo read_checkpoint_info(const std::string& path);
+// Fills the tensors. Throws Failure (kBadInput) where one is missing or of another shape; then the tensors'
+// contents are not defined.
+void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor>& tensors, Session& session);
+
+}  // namespace terrace::trainer

@@ -1,0 +1,248 @@
+#include "examples/moe_trainer/config.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <numeric>
+#include <variant>
+#include <vector>
+
+// The form of toml++ that swapcore/policy uses: a program holds one, or the linker mixes the two.
+#undef TOML_HEADER_ONLY
+#undef TOML_SHARED_LIB
+#define TOML_HEADER_ONLY 1
+#define TOML_EXCEPTIONS 0
+#define TOML_ENABLE_FORMATTERS 0
+#define TOML_ASSERT(expr) static_assert(true)
+#include <toml++/toml.h>
+
+#include "examples/moe_trainer/failure.hpp"
+
+namespace terrace::trainer {
+
+const char* name_of(Recompute recompute) { return recompute == Recompute::kNone ? "none" : "full"; }
+
+namespace {
+
+enum class DecidesNumbers : std::uint8_t { kYes, kNo };
+
+struct Integer {
+  std::int64_t* value;
+  std::int64_t least;
+};
+struct Real {
+  double* value;
+  double least, most;
+};
+struct Choice {
+  Recompute* value;
+};
+struct Key {
+  const char* table;
+  const char* name;
+  std::variant<Integer, Real, Choice> field;
+  DecidesNumbers numbers = DecidesNumbers::kYes;
+};
+
+// The whole file, one row a key: reading, errors and the canonical text come from here alone.
+std::vector<Key> keys_of(Config& c) {
+  return {
+      {"model", "layers", Integer{&c.model.layers, 1}},
+      {"model", "hidden", Integer{&c.model.hidden, 1}},
+      {"model", "dsa_every", Integer{&c.model.dsa_every, 1}},
+      {"model", "norm_eps", Real{&c.model.norm_eps, 0, 1}},
+      {"kda", "heads", Integer{&c.kda.heads, 1}},
+      {"kda", "head_width", Integer{&c.kda.head_width, 1}},
+      {"kda", "conv_taps", Integer{&c.kda.conv_taps, 1}},
+      {"kda", "gate_rank", Integer{&c.kda.gate_rank, 1}},
+      {"kda", "lower_bound", Real{&c.kda.lower_bound, -100, 0}},
+      {"dsa", "heads", Integer{&c.dsa.heads, 1}},
+      {"dsa", "key_width", Integer{&c.dsa.key_width, 1}},
+      {"dsa", "value_width", Integer{&c.dsa.value_width, 1}},
+      {"dsa", "index_heads", Integer{&c.dsa.index_heads, 1}},
+      {"dsa", "index_width", Integer{&c.dsa.index_width, 1}},
+      {"dsa", "top_k", Integer{&c.dsa.top_k, 1}},
+      {"dsa", "index_loss_weight", Real{&c.dsa.index_loss_weight, 0, 1e6}},
+      {"moe", "latent", Integer{&c.moe.latent, 1}},
+      {"moe", "experts", Integer{&c.moe.experts, 1}},
+      {"moe", "top_k", Integer{&c.moe.top_k, 1}},
+      {"moe", "groups", Integer{&c.moe.groups, 1}},
+      {"moe", "top_groups", Integer{&c.moe.top_groups, 1}},
+      {"moe", "expert_width", Integer{&c.moe.expert_width, 1}},
+      {"moe", "shared_width", Integer{&c.moe.shared_width, 1}},
+      {"moe", "scaling", Real{&c.moe.scaling, 0, 1e6}},
+      {"moe", "balance_rate", Real{&c.moe.balance_rate, 0, 1}},
+      {"train", "batch", Integer{&c.train.batch, 1}},
+      {"train", "length", Integer{&c.train.length, 1}},
+      {"train", "micro_batches", Integer{&c.train.micro_batches, 1}},
+      {"train", "steps", Integer{&c.train.steps, 1}, DecidesNumbers::kNo},
+      {"train", "schedule_steps", Integer{&c.train.schedule_steps, 1}},
+      {"train", "warmup_steps", Integer{&c.train.warmup_steps, 0}},
+      {"train", "learning_rate", Real{&c.train.learning_rate, 0, 10}},
+      {"train", "final_learning_rate", Real{&c.train.final_learning_rate, 0, 10}},
+      {"train", "beta1", Real{&c.train.beta1, 0, 1}},
+      {"train", "beta2", Real{&c.train.beta2, 0, 1}},
+      {"train", "adam_eps", Real{&c.train.adam_eps, 0, 1}},
+      {"train", "weight_decay", Real{&c.train.weight_decay, 0, 10}},
+      {"train", "clip_norm", Real{&c.train.clip_norm, 0, 1e9}},
+      {"train", "recompute", Choice{&c.train.recompute}, DecidesNumbers::kNo},
+  };
+}
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+std::string nearest(std::string_view written, const std::vector<std::string>& known) {
+  return *std::min_element(known.begin(), known.end(), [&](const std::string& a, const std::string& b) {
+    return edit_distance(written, a) < edit_distance(written, b);
+  });
+}
+
+class Reader {
+ public:
+  Reader(std::string source, Config& config)
+      : source_(std::move(source)), config_(config), keys_(keys_of(config)) {}
+
+  void read(const toml::table& file) {
+    for (const auto& [name, node] : file) read_table(std::string(name.str()), node, name.source());
+    check_whole(file);
+  }
+
+ private:
+  [[noreturn]] void error(const toml::source_region& at, const std::string& text) const {
+    bad_input(source_ + ":" + std::to_string(at.begin.line) + ":" + std::to_string(at.begin.column) + ": " +
+              text);
+  }
+
+  void read_table(const std::string& table, const toml::node& node, const toml::source_region& at) {
+    std::vector<std::string> tables;
+    for (const Key& key : keys_) {
+      if (tables.empty() || tables.back() != key.table) tables.emplace_back(key.table);
+    }
+    if (std::find(tables.begin(), tables.end(), table) == tables.end()) {
+      error(at, "unknown section \"" + table + "\"; did you mean [" + nearest(table, tables) + "]?");
+    }
+    if (!node.is_table()) error(at, table + ": write a section, [" + table + "]");
+    for (const auto& [name, value] : *node.as_table()) {
+      read_key(table, std::string(name.str()), value, name.source());
+    }
+  }
+
+  void read_key(const std::string& table, const std::string& name, const toml::node& value,
+                const toml::source_region& at) {
+    std::vector<std::string> names;
+    for (const Key& key : keys_) {
+      if (table != key.table) continue;
+      if (name == key.name) {
+        std::visit([&](const auto& field) { assign(table + "." + name, field, value); }, key.field);
+        return;
+      }
+      names.emplace_back(key.name);
+    }
+    error(at, table + "." + name + ": unknown key; did you mean \"" + nearest(name, names) + "\"?");
+  }
+
+  void assign(const std::string& name, const Integer& field, const toml::node& value) const {
+    if (!value.is_integer() || **value.as_integer() < field.least || **value.as_integer() > INT32_MAX) {
+      error(value.source(), name + ": use a whole number, " + std::to_string(field.least) + " or more");
+    }
+    *field.value = **value.as_integer();
+  }
+  void assign(const std::string& name, const Real& field, const toml::node& value) const {
+    const auto number = value.is_number() ? value.value<double>() : std::nullopt;
+    if (!number || !(*number >= field.least && *number <= field.most)) {
+      char range[64];
+      std::snprintf(range, sizeof range, "%g to %g", field.least, field.most);
+      error(value.source(), name + ": use a number from " + range);
+    }
+    *field.value = *number;
+  }
+  void assign(const std::string& name, const Choice& field, const toml::node& value) const {
+    const auto text = value.value<std::string>();
+    if (text != "none" && text != "full") error(value.source(), name + R"(: use "none" or "full")");
+    *field.value = *text == "none" ? Recompute::kNone : Recompute::kFull;
+  }
+
+  // What no key can be blamed for alone; the position is that of the key to change.
+  void check_whole(const toml::table& file) const {
+    const auto at = [&](const char* table, const char* key) {
+      const auto node = file[table][key];
+      return node ? node.node()->source() : toml::source_region{{1, 1}, {1, 1}, nullptr};
+    };
+    const MoeConfig& moe = config_.moe;
+    if (moe.top_groups > moe.groups) {
+      error(at("moe", "top_groups"), "moe.top_groups: at most moe.groups, " + std::to_string(moe.groups));
+    }
+    if (moe.experts % moe.groups != 0) {
+      error(at("moe", "groups"),
+            "moe.groups: must divide moe.experts, " + std::to_string(moe.experts) + ", evenly");
+    }
+    const std::int64_t eligible = moe.experts / moe.groups * moe.top_groups;
+    if (moe.top_k > eligible) {
+      error(at("moe", "top_k"),
+            "moe.top_k: at most the " + std::to_string(eligible) + " experts that a token may choose from");
+    }
+  }
+
+  std::string source_;
+  Config& config_;
+  std::vector<Key> keys_;
+};
+
+}  // namespace
+
+Config parse_config(std::string_view toml, const std::string& source) {
+  const toml::parse_result parsed = toml::parse(toml, source);
+  if (!parsed) {
+    const toml::parse_error& error = parsed.error();
+    const auto at = error.source().begin;
+    bad_input(source + ":" + std::to_string(at.line) + ":" + std::to_string(at.column) + ": " +
+              std::string(error.description()));
+  }
+  Config config;
+  Reader(source, config).read(parsed.table());
+  return config;
+}
+
+Config load_config(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (!file) {
+    bad_input(path + ": cannot read the configuration: " + std::strerror(errno) +
+              "; see examples/moe_trainer/configs/ for some that work");
+  }
+  return parse_config(text, path);
+}
+
+std::string canonical_text(const Config& config) {
+  Config copy = config;
+  std::string text;
+  for (const Key& key : keys_of(copy)) {
+    if (key.numbers == DecidesNumbers::kNo) continue;
+    char value[64] = "";
+    if (const auto* integer = std::get_if<Integer>(&key.field)) {
+      std::snprintf(value, sizeof value, "%lld", static_cast<long long>(*integer->value));
+    } else if (const auto* real = std::get_if<Real>(&key.field)) {
+      std::snprintf(value, sizeof value, "%.17g", *real->value);
+    }
+    text += std::string(key.table) + "." + key.name + " = " + value + "\n";
+  }
+  return text;
+}
+
+}  // namespace terrace::trainer

@@ -1,0 +1,38 @@
+// y = x w^T and its gradients, for a weight (out, in).
+#pragma once
+
+#include "examples/moe_trainer/model/site.hpp"
+#include "examples/moe_trainer/parameters.hpp"
+
+namespace terrace::trainer {
+
+// out (rows, w.out) = x (rows, w.in) w^T.
+void linear(const Pass& pass, const Tensor& x, const Parameter& w, const Tensor& out);
+// The same as a site.
+[[nodiscard]] Tensor linear_site(const Pass& pass, SiteId site, Reads reads, const Tensor& x,
+                                 const Parameter& w);
+// d_x (rows, w.in) [+]= d_y w.
+void linear_input_gradient(const Pass& pass, const Tensor& d_y, const Parameter& w, const Tensor& d_x,
+                           Accumulate into = Accumulate::kOverwrite);
+// w.gradient += d_y^T x.
+void linear_weight_gradient(const Pass& pass, const Tensor& d_y, const Tensor& x, const Parameter& w);
+
+// RMSNorm over whole rows, weight (width).
+struct Norm {
+  const Parameter* weight = nullptr;
+  float eps = 0;
+  [[nodiscard]] Tensor forward(const Pass& pass, const Tensor& x) const;
+  // d_x [+]= the gradient; the weight's is added.
+  void backward(const Pass& pass, const Tensor& x, const Tensor& d_y, const Tensor& d_x,
+                Accumulate into = Accumulate::kOverwrite) const;
+};
+
+// A matrix that starts so that its output is as large as its input.
+[[nodiscard]] Parameter matrix(std::string name, std::int64_t out, std::int64_t in);
+// One that writes to the residual stream, scaled down by the number of such writes.
+[[nodiscard]] Parameter residual_matrix(std::string name, std::int64_t out, std::int64_t in,
+                                        std::int64_t layers);
+// A vector or the like: starts constant, never decays.
+[[nodiscard]] Parameter vector_of(std::string name, std::vector<std::int64_t> shape, double start);
+
+}  // namespace terrace::trainer

@@ -1,0 +1,46 @@
+// One walk through the model: what every layer's forward and backward needs to know.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "examples/moe_trainer/config.hpp"
+#include "examples/moe_trainer/memory.hpp"
+#include "examples/moe_trainer/ops/ops.hpp"
+#include "swapcore/session.hpp"
+
+namespace terrace::trainer {
+
+enum class Phase : std::uint8_t {
+  kForward,
+  kRecompute,  // a layer's forward, run again in backward: decisions are replayed, cached outputs fetched
+  kBackward,
+};
+
+struct Pass {
+  Session& session;
+  Memory& memory;
+  Ops& ops;
+  Stream stream;
+  Recompute recompute = Recompute::kNone;
+  Phase phase = Phase::kForward;
+  std::uint32_t micro_batch = 0;
+
+  // Whether what is computed now stays until backward; otherwise it goes after its last reader in forward.
+  [[nodiscard]] bool keeps_activations() const {
+    return recompute == Recompute::kNone || phase == Phase::kRecompute;
+  }
+  [[nodiscard]] Pass in(Phase other) const {
+    Pass pass = *this;
+    pass.phase = other;
+    return pass;
+  }
+};
+
+// Drops tensors that only backward would read again, where they will be recomputed.
+template <typename... Tensors>
+void drop_recomputable(const Pass& pass, Tensors&... tensors) {
+  if (!pass.keeps_activations()) drop(tensors...);
+}
+
+}  // namespace terrace::trainer

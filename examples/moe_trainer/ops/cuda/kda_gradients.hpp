@@ -1,0 +1,22 @@
+// From the recurrence's gradients, one set a value head, to those of the operator's inputs.
+#pragma once
+
+#include "examples/moe_trainer/ops/cuda/kda.hpp"
+
+namespace terrace::trainer::cuda {
+
+// Of the prepared inputs, before the sum over the value heads of a key head.
+struct KdaHeadGradients {
+  float* d_q;     // (B, T, HV, K)
+  float* d_k;     // (B, T, HV, K)
+  float* d_g;     // (B, T, HV, K)
+  float* d_beta;  // (B, T, HV)
+};
+// Places for them: the operator's own outputs where the shapes agree, scratch where not.
+[[nodiscard]] KdaHeadGradients kda_head_gradients(OpCall& call, const KdaBackward& op);
+
+// Chains them through l2norm, the gate and sigmoid(beta) into op's outputs.
+void finish_kda_gradients(OpCall& call, const KdaBackward& op, const KdaPrepared& prepared,
+                          const KdaHeadGradients& gradients);
+
+}  // namespace terrace::trainer::cuda

@@ -1,0 +1,23 @@
+# The CUDA operators, compiled where a toolkit is found; they link CUDA::cudart_static and CUDA::cublas.
+set(MOE_OPS_CUDA_SOURCES
+    ${CMAKE_CURRENT_LIST_DIR}/op_call.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/cuda_ops.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/matmul.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/grouped_matmul.cu
+    ${CMAKE_CURRENT_LIST_DIR}/rms_norm.cu
+    ${CMAKE_CURRENT_LIST_DIR}/gated_rms_norm.cu
+    ${CMAKE_CURRENT_LIST_DIR}/layer_norm.cu
+    ${CMAKE_CURRENT_LIST_DIR}/causal_conv.cu
+    ${CMAKE_CURRENT_LIST_DIR}/kda_prepare.cu
+    ${CMAKE_CURRENT_LIST_DIR}/kda_forward.cu
+    ${CMAKE_CURRENT_LIST_DIR}/kda_backward.cu
+    ${CMAKE_CURRENT_LIST_DIR}/kda_gradients.cu
+    ${CMAKE_CURRENT_LIST_DIR}/dsa_select.cu
+    ${CMAKE_CURRENT_LIST_DIR}/dsa_forward.cu
+    ${CMAKE_CURRENT_LIST_DIR}/dsa_backward.cu
+    ${CMAKE_CURRENT_LIST_DIR}/router.cu
+    ${CMAKE_CURRENT_LIST_DIR}/permute.cu
+    ${CMAKE_CURRENT_LIST_DIR}/rows.cu
+    ${CMAKE_CURRENT_LIST_DIR}/elementwise.cu
+    ${CMAKE_CURRENT_LIST_DIR}/embedding.cu
+    ${CMAKE_CURRENT_LIST_DIR}/loss.cu)

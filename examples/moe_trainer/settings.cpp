@@ -1,0 +1,127 @@
+#include "examples/moe_trainer/settings.hpp"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "examples/moe_trainer/default_config.hpp"
+#include "examples/moe_trainer/failure.hpp"
+
+namespace terrace::trainer {
+
+namespace {
+
+bool all_digits(const std::string& text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+// A plain number is bytes; else as a policy file would write it.
+Amount amount_of(const std::string& flag, const std::string& text) {
+  if (all_digits(text)) {
+    std::uint64_t count = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+    if (error == std::errc()) return Amount::of(Bytes(count));
+  }
+  const auto amount = parse_amount(text);
+  if (!amount.ok()) bad_input(flag + ": " + amount.error().text);
+  return *amount;
+}
+
+struct Texts {  // options that need a second look
+  std::string hbm, emulated_capacity, recompute, swapcore;
+};
+
+void declare(CLI::App& app, Settings& settings, Texts& texts) {
+  app.add_option("--config", settings.config, "Model and training, TOML (default: the built-in nano)");
+  app.add_option("--data", settings.data, "Text files to train on, UTF-8")->expected(1, -1);
+  app.add_option("--device", settings.device, "auto, cuda or emulated")
+      ->check(CLI::IsMember({"auto", "cuda", "emulated"}));
+  app.add_option("--hbm", texts.hbm,
+                 "Device memory budget: bytes, \"24GiB\" or \"80%\"; overrides the policy");
+  app.add_option("--policy", settings.policy, "Policy file (default: TERRACE_POLICY, else the defaults)");
+  app.add_option("--steps", settings.steps, "Steps to train, those before a resume included")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--seed", settings.seed, "Of weights and data order (default 1)");
+  app.add_option("--json", settings.json, "Write the result here");
+  app.add_option("--recompute", texts.recompute, "none or full: how activations are kept")
+      ->check(CLI::IsMember({"none", "full"}));
+  app.add_option("--swapcore", texts.swapcore, "off or auto; overrides the policy")
+      ->check(CLI::IsMember({"off", "auto"}));
+  app.add_option("--checkpoint", settings.checkpoint,
+                 "Save here (safetensors) at the end, when told to stop, and as --save-every says");
+  app.add_option("--save-every", settings.save_every, "Steps between checkpoints")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--resume", settings.resume, "Continue from this checkpoint");
+  app.add_option("--emulated-capacity", texts.emulated_capacity,
+                 "Memory of an emulated device (default: 4GiB, or what the job needs)");
+  app.add_flag("--no-progress", settings.no_progress, "No progress bar");
+}
+
+void read(const Texts& texts, Settings& settings) {
+  if (settings.save_every > 0 && settings.checkpoint.empty()) {
+    bad_input("--save-every: say where with --checkpoint FILE");
+  }
+  if (!texts.hbm.empty()) settings.hbm = amount_of("--hbm", texts.hbm);
+  if (!texts.emulated_capacity.empty()) {
+    const Amount amount = amount_of("--emulated-capacity", texts.emulated_capacity);
+    if (amount.form != Amount::Form::kBytes || amount.bytes == 0_B) {
+      bad_input(R"(--emulated-capacity: use a size like "4GiB")");
+    }
+    settings.emulated_capacity = amount.bytes;
+  }
+  if (!texts.recompute.empty()) {
+    settings.recompute = texts.recompute == "none" ? Recompute::kNone : Recompute::kFull;
+  }
+  if (!texts.swapcore.empty()) {
+    settings.swapcore = texts.swapcore == "off" ? SwapMode::kOff : SwapMode::kAuto;
+  }
+}
+
+}  // namespace
+
+ParsedSettings parse_command_line(int argc, const char* const* argv) {
+  CLI::App app("Trains a small mixture-of-experts language model on text, within a memory budget.",
+               "moe_trainer");
+  Settings settings;
+  Texts texts;
+  declare(app, settings, texts);
+  try {
+    app.parse(argc, argv);
+    read(texts, settings);
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(app.help().c_str(), stdout);
+    return {std::nullopt, static_cast<int>(ExitCode::kFinished)};
+  } catch (const CLI::ParseError& error) {
+    std::fprintf(stderr, "moe_trainer: %s; see moe_trainer --help\n", error.what());
+    return {std::nullopt, static_cast<int>(ExitCode::kBadInput)};
+  }
+  return {std::move(settings), 0};
+}
+
+Config config_of(const Settings& settings) {
+  Config config = settings.config.empty() ? parse_config(kDefaultConfig, "built-in configuration")
+                                          : load_config(settings.config);
+  if (settings.steps) config.train.steps = *settings.steps;
+  if (settings.recompute) config.train.recompute = *settings.recompute;
+  return config;
+}
+
+Policy policy_of(const Settings& settings) {
+  std::string path = settings.policy;
+  if (const char* set = std::getenv("TERRACE_POLICY"); path.empty() && set != nullptr) path = set;
+  Policy policy;
+  if (!path.empty()) {
+    auto loaded = load_policy(path);
+    if (!loaded.ok()) bad_input(loaded.error().text);
+    policy = std::move(*loaded);
+  }
+  if (settings.hbm) policy.hbm.budget = *settings.hbm;
+  if (settings.swapcore) policy.swapcore.mode = *settings.swapcore;
+  if (settings.swapcore == SwapMode::kOff) policy.swapcore.rules.clear();
+  return policy;
+}
+
+}  // namespace terrace::trainer

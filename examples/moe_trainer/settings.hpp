@@ -1,0 +1,44 @@
+// The command line as a value.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/moe_trainer/config.hpp"
+#include "swapcore/policy/policy.hpp"
+
+namespace terrace::trainer {
+
+struct Settings {
+  std::string config;  // empty: the built-in nano
+  std::vector<std::string> data;
+  std::string device = "auto";
+  std::string policy;  // empty: TERRACE_POLICY in the environment, else the defaults
+  std::optional<Amount> hbm;
+  std::optional<Bytes> emulated_capacity;
+  std::optional<std::int64_t> steps;
+  std::optional<std::uint64_t> seed;
+  std::optional<Recompute> recompute;
+  std::optional<SwapMode> swapcore;
+  std::string json;
+  std::string checkpoint;
+  std::string resume;
+  std::int64_t save_every = 0;
+  bool no_progress = false;
+};
+
+// The settings, or the exit code to leave with: --help has been printed, or what was wrong.
+struct ParsedSettings {
+  std::optional<Settings> settings;
+  int exit_code = 0;
+};
+[[nodiscard]] ParsedSettings parse_command_line(int argc, const char* const* argv);
+
+// The configuration with the command line's say in it. Throws Failure (kBadInput).
+[[nodiscard]] Config config_of(const Settings& settings);
+// The policy with the command line's say in it. Throws Failure (kBadInput).
+[[nodiscard]] Policy policy_of(const Settings& settings);
+
+}  // namespace terrace::trainer

@@ -1,0 +1,70 @@
+// The training loop's body: batches in, losses out, everything on one session's compute stream.
+//
+// The host runs ahead of the stream and waits once a step, for the loss.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/moe_trainer/checkpoint.hpp"
+#include "examples/moe_trainer/config.hpp"
+#include "examples/moe_trainer/data.hpp"
+#include "examples/moe_trainer/memory.hpp"
+#include "examples/moe_trainer/model/model.hpp"
+#include "examples/moe_trainer/optimizer.hpp"
+
+namespace terrace::trainer {
+
+class Trainer {
+ public:
+  struct Options {
+    Config config;
+    std::uint64_t seed = 1;
+  };
+  // Reserves all that lasts: weights, gradients, optimizer state, buffers. Throws OutOfMemory, Failure.
+  // Session and corpus outlive the trainer.
+  Trainer(Session& session, const Corpus& corpus, Options options);
+  ~Trainer();  // waits for the compute stream
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  // One step: micro-batches, optimizer, balancing. Returns the mean loss over the step's tokens, before the
+  // update. After an exception the trainer is good for nothing but to be destroyed.
+  [[nodiscard]] float step();
+
+  // Writes a checkpoint beside `path`, then renames it: what was there survives any failure.
+  void save(const std::string& path) const;
+  // Continues from a checkpoint: the next losses are those of a run that was never interrupted. Throws
+  // Failure (kBadInput) where it is of another shape, seed, configuration or text, or damaged.
+  void resume(const std::string& path);
+
+  [[nodiscard]] std::int64_t steps_done() const { return steps_done_; }
+  [[nodiscard]] const Config& config() const { return options_.config; }
+  [[nodiscard]] Model& model() { return *model_; }
+  [[nodiscard]] Ops& ops() { return *ops_; }
+  [[nodiscard]] Memory& memory() { return memory_; }
+
+ private:
+  void upload_batch();
+  [[nodiscard]] MicroBatch micro_batch(std::uint32_t index) const;
+  [[nodiscard]] float wait_for_loss();
+  [[nodiscard]] std::vector<CheckpointTensor> checkpoint_tensors() const;
+
+  Session& session_;
+  Options options_;
+  const Corpus& corpus_;
+  Sampler sampler_;
+  Memory memory_;
+  std::unique_ptr<Ops> ops_;
+  std::unique_ptr<Model> model_;
+  std::optional<Optimizer> optimizer_;
+  Tensor tokens_;  // int32: the ids of each micro-batch, then the labels
+  Tensor loss_sum_;
+  std::optional<PinnedBuffer> host_tokens_, host_loss_;
+  std::int64_t steps_done_ = 0;
+};
+
+}  // namespace terrace::trainer

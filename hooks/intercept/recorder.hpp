@@ -1,0 +1,49 @@
+// Counts what intercepted calls do, in this process's metrics page, and joins the daemon at the first of
+// them.
+//
+// A process that makes no intercepted call is untouched: no thread, no socket, no memory. Nothing here
+// throws, prints on stdout or changes errno. A forked child starts from nothing: what its parent allocated is
+// not its own.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <optional>
+
+#include "hooks/intercept/allocation_table.hpp"
+#include "runtime/metrics.hpp"
+
+namespace terrace::hooks {
+
+class Recorder {
+ public:
+  constexpr Recorder() = default;
+
+  // A call is about to be passed on. The first one of the process joins the daemon.
+  void calling(CallGroup group) noexcept;
+
+  void allocated(AllocationKey key, const Allocation& allocation) noexcept;
+
+  // Before the real free, since its address may be somebody else's right after: the allocation as it was
+  // seen, or nothing where the key is not known.
+  [[nodiscard]] std::optional<Allocation> freeing(AllocationKey key) noexcept;
+  // The real free failed after all.
+  void not_freed(AllocationKey key, const Allocation& allocation) noexcept;
+  void freed_unknown() noexcept;
+
+ private:
+  static void start_again_in_child() noexcept;
+  static void join_daemon() noexcept;
+  void rise(const Allocation& allocation) noexcept;
+  void fall(const Allocation& allocation) noexcept;
+
+  AllocationTable table_;
+  std::array<std::atomic<std::uint64_t>, kTierCount> live_bytes_{};
+  std::atomic<bool> begun_{false};
+  std::atomic<bool> forks_watched_{false};
+};
+
+// The one of this process; never destroyed.
+[[nodiscard]] Recorder& recorder() noexcept;
+
+}  // namespace terrace::hooks

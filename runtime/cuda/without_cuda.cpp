@@ -1,0 +1,14 @@
+// The cuda device of a build without the CUDA headers: there is none, and it says so.
+#include "runtime/device.hpp"
+
+namespace terrace {
+
+Result<std::unique_ptr<Device>> open_cuda_device(DeviceId id) {
+  return Error{Errc::kNotSupported, "cuda device " + std::to_string(id.index) +
+                                        ": this build has no CUDA; build where the toolkit's headers are, or "
+                                        "use the emulated device"};
+}
+
+bool cuda_available() { return false; }
+
+}  // namespace terrace

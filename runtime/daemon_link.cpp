@@ -1,0 +1,398 @@
+#include "runtime/daemon_link.hpp"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "runtime/metrics.hpp"
+#include "runtime/shared_page.hpp"
+#include "runtime/wire.hpp"
+
+namespace terrace {
+namespace {
+
+using std::chrono::milliseconds;
+using WallClock = std::chrono::steady_clock;
+
+constexpr std::size_t kMaxWaiting = 64;  // callers that wait for an answer at the same time
+constexpr milliseconds kStopCheck{50};   // longest time a stopping link goes on waiting for the daemon
+
+// Descriptors that a forked child must close, so that the daemon sees the parent hang up. Fixed slots: the
+// handler runs between fork and exec, where nothing may be allocated or locked.
+constexpr std::size_t kMaxLinks = 16;
+constinit std::array<std::atomic<int>, kMaxLinks> sockets_of_links{};  // fd + 1; 0: free
+constinit std::atomic<std::uint32_t> forks{0};  // how many forks lie between the first process and this one
+
+void close_in_child() {
+  for (auto& slot : sockets_of_links) {
+    const int fd = slot.exchange(0, std::memory_order_relaxed);
+    if (fd > 0) ::close(fd - 1);
+  }
+  forks.fetch_add(1, std::memory_order_relaxed);
+}
+
+std::size_t index_of(TierId tier) { return static_cast<std::size_t>(tier); }
+
+const char* environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// Blocks every signal in the threads started while it lives: a guest's handlers run on the guest's threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+struct Question {
+  LeaseRequest request;
+  std::optional<Result<Bytes>> answer;
+};
+
+enum class Saying : std::uint8_t { kNoDaemon, kWentAway, kRefused, kCount };
+
+}  // namespace
+
+struct DaemonLink::Impl {
+  Options options;
+  std::uint32_t owner = forks.load(std::memory_order_relaxed);
+  OwnedFd wake{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  WireConnection connection;  // the link thread's, once it runs
+  std::uint32_t sequence = 0;
+  milliseconds pause{};
+  WallClock::time_point next_attempt{};
+  std::array<bool, static_cast<std::size_t>(Saying::kCount)> said{};
+  std::size_t fork_slot = kMaxLinks;
+
+  std::atomic<bool> stopping{false};
+  std::atomic<bool> connected{false};
+  std::atomic<std::uint64_t> joins{0};
+  std::array<std::atomic<std::uint64_t>, kTierCount> lease{};
+  std::array<std::atomic<std::uint64_t>, kTierCount> budget{};
+
+  std::mutex mutex;
+  std::condition_variable answered;
+  std::deque<std::shared_ptr<Question>> questions;     // under mutex
+  std::array<std::uint64_t, kTierCount> to_release{};  // under mutex: given back here, not yet told
+  std::thread thread;
+
+  ~Impl() { forget_socket(); }
+
+  void say(Saying kind, const std::string& line) {
+    bool& before = said[static_cast<std::size_t>(kind)];
+    if (std::exchange(before, true)) return;
+    if (options.say) {
+      options.say(line);
+      return;
+    }
+    const std::string whole = "terrace: " + line + "\n";
+    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, whole.data(), whole.size());
+  }
+
+  void remember_socket() {
+    for (std::size_t i = 0; i < kMaxLinks && fork_slot == kMaxLinks; ++i) {
+      int free = 0;
+      if (sockets_of_links[i].compare_exchange_strong(free, connection.fd() + 1)) fork_slot = i;
+    }
+  }
+  void forget_socket() {
+    if (fork_slot < kMaxLinks) sockets_of_links[fork_slot].store(0);
+    fork_slot = kMaxLinks;
+  }
+
+  // The connection is of no more use; what was granted stays granted.
+  void hang_up() {
+    forget_socket();
+    connection.close();
+    connected.store(false, std::memory_order_release);
+  }
+
+  void count(FaultPoint point) { metrics().add<Metric::kFaults>(point, 1); }
+
+  Hello hello() {
+    Hello hello;
+    hello.pid = ::getpid();
+    hello.job = WireText<64>(clean_job_name(options.job));
+    hello.device = WireText<32>(options.device);
+    hello.capacity = options.capacity.count();
+    hello.run = options.run;
+    const Holdings held = options.holdings ? options.holdings() : Holdings{};
+    const std::lock_guard lock(mutex);
+    for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+      hello.held[tier] = std::max(held[tier].count(), lease[tier].load(std::memory_order_relaxed));
+      to_release[tier] = 0;  // the daemon learns the lease as it is now
+    }
+    return hello;
+  }
+
+  // Sends and waits for the answer with the same sequence number. Errors: kTimeout, kCancelled (stopping),
+  // kIo, kProtocol, and what a Refusal says; after each of them the connection is of no more use.
+  Result<Message> exchange(const Message& message, int fd = -1) {
+    const std::uint32_t mine = ++sequence;
+    if (Status sent = connection.send(message, mine, fd); !sent) {
+      count(FaultPoint::kWireSend);
+      return sent.error();
+    }
+    const auto deadline = WallClock::now() + options.patience;
+    while (WallClock::now() < deadline) {
+      if (stopping.load(std::memory_order_relaxed)) return Error{Errc::kCancelled, "the link is stopping"};
+      auto reply = connection.receive(kStopCheck);
+      if (!reply && reply.error().code == Errc::kTimeout) continue;
+      if (!reply) {
+        count(FaultPoint::kWireReceive);
+        return reply.error();
+      }
+      if (const auto* refusal = std::get_if<Refusal>(&reply->message))
+        return Error{refusal->code, refusal->text};
+      if (reply->sequence == mine) return std::move(reply->message);
+    }
+    return Error{Errc::kTimeout, "the daemon at " + options.socket + " does not answer"};
+  }
+
+  bool join() {
+    auto connecting = WireConnection::connect(options.socket);
+    if (!connecting) {
+      count(FaultPoint::kWireConnect);
+      say(Saying::kNoDaemon, connecting.error().text + ": budgets come from the policy alone");
+      return false;
+    }
+    connection = std::move(*connecting);
+    remember_socket();
+    const auto reply = exchange(hello(), options.page_fd);
+    const auto* welcome = reply ? std::get_if<Welcome>(&*reply) : nullptr;
+    if (welcome == nullptr) {
+      const std::string why = reply ? "it did not say welcome" : reply.error().text;
+      say(Saying::kRefused, "not joined to the daemon at " + options.socket + ": " + why);
+      hang_up();
+      return false;
+    }
+    for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+      budget[tier].store(welcome->budget[tier], std::memory_order_relaxed);
+    }
+    pause = options.first_pause;
+    joins.fetch_add(1, std::memory_order_relaxed);
+    connected.store(true, std::memory_order_release);
+    return true;
+  }
+
+  void lost(const Error& error) {
+    hang_up();
+    next_attempt = WallClock::now() + pause;
+    if (error.code == Errc::kCancelled) return;
+    say(Saying::kWentAway, "the daemon went away (" + error.text + "); going on with what was granted");
+  }
+
+  void wake_thread() {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(wake.get(), &one, sizeof one);
+  }
+
+  // Waits for a question, a stop, the daemon's hang-up, or the time to be over.
+  void wait(milliseconds longest) {
+    std::array<pollfd, 2> waiting{pollfd{wake.get(), POLLIN, 0}, pollfd{connection.fd(), POLLIN, 0}};
+    const nfds_t count = connection.open() ? 2 : 1;
+    if (::poll(waiting.data(), count, static_cast<int>(longest.count())) <= 0) return;
+    std::uint64_t ignored = 0;
+    if (waiting[0].revents != 0) {
+      [[maybe_unused]] const ssize_t drained = ::read(wake.get(), &ignored, sizeof ignored);
+    }
+    if (count == 2 && waiting[1].revents != 0) {
+      auto unasked = connection.receive(milliseconds(0));
+      if (!unasked && unasked.error().code != Errc::kTimeout) lost(unasked.error());
+    }
+  }
+
+  void tell_releases() {
+    for (std::size_t tier = 0; tier < kTierCount && connection.open(); ++tier) {
+      Release release{static_cast<std::uint32_t>(tier), 0, 0};
+      {
+        const std::lock_guard lock(mutex);
+        release.bytes = std::exchange(to_release[tier], 0);
+      }
+      if (release.bytes == 0) continue;
+      if (const auto reply = exchange(release); !reply) lost(reply.error());
+    }
+  }
+
+  Result<Bytes> ask(const LeaseRequest& request) {
+    if (!connection.open()) return Error{Errc::kNotFound, "no daemon"};
+    const auto reply = exchange(request);
+    if (!reply) {
+      lost(reply.error());
+      return reply.error();
+    }
+    const auto* grant = std::get_if<LeaseGrant>(&*reply);
+    if (grant == nullptr || grant->tier != request.tier || grant->granted > request.wanted) {
+      const Error error{Errc::kProtocol, "the daemon granted what was not asked for"};
+      lost(error);
+      return error;
+    }
+    lease[request.tier].fetch_add(grant->granted, std::memory_order_relaxed);
+    return Bytes(grant->granted);
+  }
+
+  Result<Bytes> ask_or_fail(const LeaseRequest& request) noexcept {
+    try {
+      return ask(request);
+    } catch (...) {  // the one who waits is told in any case
+      hang_up();
+      return Error{Errc::kOutOfMemory, {}};
+    }
+  }
+
+  void answer_questions() {
+    for (;;) {
+      std::shared_ptr<Question> question;
+      {
+        const std::lock_guard lock(mutex);
+        if (questions.empty()) return;
+        question = questions.front();
+        questions.pop_front();
+      }
+      Result<Bytes> answer = ask_or_fail(question->request);
+      const std::lock_guard lock(mutex);
+      question->answer.emplace(std::move(answer));
+      answered.notify_all();
+    }
+  }
+
+  void turn() {
+    if (!connection.open()) {
+      answer_questions();
+      const auto left = std::chrono::ceil<milliseconds>(next_attempt - WallClock::now());
+      if (left > milliseconds(0)) return wait(left);
+      if (!join()) pause = std::min(pause * 2, options.longest_pause);
+      next_attempt = WallClock::now() + pause;
+      return;
+    }
+    tell_releases();
+    answer_questions();
+    wait(milliseconds(1000));
+  }
+
+  void run() noexcept {
+    while (!stopping.load(std::memory_order_acquire)) {
+      try {
+        turn();
+      } catch (...) {  // no memory, or a callback that threw: nothing of it may reach the guest
+        hang_up();
+        pause = options.longest_pause;
+      }
+    }
+    hang_up();
+    answer_questions_at_the_end();
+  }
+
+  void answer_questions_at_the_end() noexcept {
+    const std::lock_guard lock(mutex);
+    for (const auto& question : questions) question->answer.emplace(Error{Errc::kCancelled, {}});
+    questions.clear();
+    answered.notify_all();
+  }
+
+  [[nodiscard]] bool in_owner() const { return forks.load(std::memory_order_relaxed) == owner; }
+};
+
+DaemonLink::Options DaemonLink::options_from_environment() {
+  Options options;
+  options.socket = environment("TERRACE_SOCKET");
+  if (const char* job = environment("TERRACE_JOB"); *job != '\0') options.job = job;
+  options.run = std::strtoull(environment("TERRACE_RUN"), nullptr, 16);
+  return options;
+}
+
+Result<std::unique_ptr<DaemonLink>> DaemonLink::start(Options options) noexcept {
+  try {
+    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, &close_in_child);
+    auto impl = std::make_unique<Impl>();
+    impl->options = std::move(options);
+    impl->pause = impl->options.first_pause;
+    if (!impl->options.socket.empty()) {
+      if (!impl->wake.valid()) return Error{Errc::kOutOfMemory, "daemon link: no eventfd"};
+      impl->join();
+      impl->next_attempt = WallClock::now() + impl->pause;
+      const SignalsBlocked blocked;
+      impl->thread = std::thread([self = impl.get()] { self->run(); });
+    }
+    return std::unique_ptr<DaemonLink>(new DaemonLink(std::move(impl)));
+  } catch (...) {
+    return Error{Errc::kOutOfMemory, {}};
+  }
+}
+
+DaemonLink::DaemonLink(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+DaemonLink::~DaemonLink() {
+  if (!impl_->in_owner()) {  // a forked child has no such thread to join: what it inherited is left alone
+    (void)impl_.release();
+    return;
+  }
+  if (!impl_->thread.joinable()) return;
+  impl_->stopping.store(true, std::memory_order_release);
+  impl_->wake_thread();
+  impl_->thread.join();
+}
+
+bool DaemonLink::connected() const noexcept {
+  return impl_->connected.load(std::memory_order_acquire) && impl_->in_owner();
+}
+std::uint64_t DaemonLink::joins() const noexcept { return impl_->joins.load(std::memory_order_relaxed); }
+Bytes DaemonLink::lease(TierId tier) const noexcept {
+  return impl_->in_owner() ? Bytes(impl_->lease[index_of(tier)].load(std::memory_order_relaxed)) : Bytes();
+}
+Bytes DaemonLink::node_budget(TierId tier) const noexcept {
+  return Bytes(impl_->budget[index_of(tier)].load(std::memory_order_relaxed));
+}
+
+Result<Bytes> DaemonLink::request(TierId tier, Bytes bytes) noexcept {
+  try {
+    if (!connected()) return Error{Errc::kNotFound, "no daemon at " + impl_->options.socket};
+    const auto began = WallClock::now();
+    auto question = std::make_shared<Question>();
+    question->request = {static_cast<std::uint32_t>(tier), 0, bytes.count()};
+    std::unique_lock lock(impl_->mutex);
+    if (impl_->questions.size() >= kMaxWaiting) return Error{Errc::kIo, "too many lease requests at once"};
+    impl_->questions.push_back(question);
+    impl_->wake_thread();
+    // Every question is answered: the thread's own waits are bounded.
+    impl_->answered.wait(lock, [&] { return question->answer.has_value(); });
+    metrics().add<Metric::kStallSeconds>(StallReason::kDaemon, WallClock::now() - began);
+    return std::move(*question->answer);
+  } catch (...) {
+    return Error{Errc::kOutOfMemory, {}};
+  }
+}
+
+void DaemonLink::release(TierId tier, Bytes bytes) noexcept {
+  if (!impl_->in_owner()) return;
+  const std::lock_guard lock(impl_->mutex);
+  auto& lease = impl_->lease[index_of(tier)];
+  const std::uint64_t given_back = std::min(bytes.count(), lease.load(std::memory_order_relaxed));
+  lease.fetch_sub(given_back, std::memory_order_relaxed);
+  impl_->to_release[index_of(tier)] += given_back;
+  impl_->wake_thread();
+}
+
+}  // namespace terrace

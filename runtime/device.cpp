@@ -1,0 +1,25 @@
+#include "runtime/device.hpp"
+
+namespace terrace {
+
+const char* name_of(Direction direction) {
+  switch (direction) {
+    case Direction::kH2D:
+      return "h2d";
+    case Direction::kD2H:
+      return "d2h";
+    case Direction::kD2D:
+      return "d2d";
+  }
+  return "unknown";
+}
+
+Result<std::unique_ptr<Device>> open_device(std::string_view kind, const EmulatedOptions& emulated) {
+  if (kind == "emulated") return open_emulated_device(emulated);
+  if (kind == "cuda") return open_cuda_device(DeviceId{});
+  if (kind == "auto") return cuda_available() ? open_cuda_device(DeviceId{}) : open_emulated_device(emulated);
+  return Error{Errc::kInvalidArgument,
+               "device \"" + std::string(kind) + R"(": no such kind; use "auto", "cuda" or "emulated")"};
+}
+
+}  // namespace terrace

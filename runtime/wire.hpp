@@ -1,0 +1,130 @@
+// The protocol between a process and terraced: small fixed-size messages over a Unix SOCK_SEQPACKET socket.
+//
+// A client says Hello with its metrics page, is told Welcome, and then asks for and gives back leases; every
+// request has one answer that carries its sequence number. A message of another version, length or type, or
+// with a value out of range, is answered with Refusal where possible, and the connection is closed.
+// An observer (terrace status, terrace run) says Hello without a page and only asks for the status.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "runtime/owned_fd.hpp"
+#include "runtime/result.hpp"
+#include "runtime/units.hpp"
+
+namespace terrace {
+
+inline constexpr std::uint16_t kWireVersion = 1;
+inline constexpr std::size_t kMaxWireText = 48 << 10;  // longest text of a StatusReply or Refusal
+
+using TierBytes = std::array<std::uint64_t, kTierCount>;  // by TierId
+
+enum class Role : std::uint32_t { kClient = 0, kObserver = 1 };
+
+// Text in a fixed field; cut where too long, read up to the first zero.
+template <std::size_t N>
+struct WireText {
+  std::array<char, N> chars{};
+  WireText() = default;
+  explicit WireText(std::string_view text) { text.substr(0, N - 1).copy(chars.data(), N - 1); }
+  [[nodiscard]] std::string_view view() const {
+    const std::string_view all(chars.data(), N);
+    return all.substr(0, all.find('\0'));
+  }
+};
+
+struct Hello {
+  std::int32_t pid = 0;
+  Role role = Role::kClient;
+  WireText<64> job;
+  WireText<32> device;         // which HBM the client uses: a PCI address, "emulated:0"
+  std::uint64_t capacity = 0;  // of that device, bytes; 0: not known
+  std::uint64_t run = 0;       // the `terrace run` it belongs to; 0: none
+  TierBytes held{};            // what it was leased before and still holds
+};
+struct Welcome {
+  std::uint64_t client = 0;
+  std::int32_t daemon_pid = 0;
+  std::uint32_t reserved = 0;
+  TierBytes budget{};  // of the node; HBM: of the client's device
+  TierBytes leased{};  // to this client
+};
+struct LeaseRequest {
+  std::uint32_t tier = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t wanted = 0;  // bytes on top of what is leased
+};
+struct Release {
+  std::uint32_t tier = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t bytes = 0;
+};
+struct LeaseGrant {  // answers LeaseRequest and Release
+  std::uint32_t tier = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t granted = 0;  // by this request, may be less than wanted
+  std::uint64_t leased = 0;   // in all
+};
+struct StatusRequest {
+  std::uint64_t run = 0;  // ended processes of this run are reported too; 0: of every run
+};
+struct StatusReply {
+  std::string json;
+};
+struct Refusal {
+  Errc code = Errc::kProtocol;
+  std::string text;
+};
+
+using Message =
+    std::variant<Hello, Welcome, LeaseRequest, Release, LeaseGrant, StatusRequest, StatusReply, Refusal>;
+
+struct Envelope {
+  std::uint32_t sequence = 0;
+  Message message;
+  OwnedFd fd;  // a Hello's page
+};
+
+// Text longer than kMaxWireText is cut.
+[[nodiscard]] std::vector<std::byte> encode(const Message& message, std::uint32_t sequence);
+// Errors: kProtocol; the text says what is wrong.
+[[nodiscard]] Result<Envelope> decode(std::span<const std::byte> packet);
+
+// One end of a connection. Not thread-safe.
+class WireConnection {
+ public:
+  WireConnection() = default;
+  explicit WireConnection(OwnedFd socket) : socket_(std::move(socket)) {}
+  // Errors: kNotFound (nobody listens there), kInvalidArgument (the path is too long for a socket), kIo.
+  [[nodiscard]] static Result<WireConnection> connect(const std::string& path);
+
+  // Never blocks longer than the other side's socket buffer is full, and not at all: a full one is kIo.
+  // `fd` stays the caller's. Errors: kIo.
+  [[nodiscard]] Status send(const Message& message, std::uint32_t sequence, int fd = -1);
+  // Waits at most `patience`. Errors: kTimeout (nothing there), kIo (closed or broken), kProtocol.
+  [[nodiscard]] Result<Envelope> receive(std::chrono::milliseconds patience);
+
+  [[nodiscard]] bool open() const { return socket_.valid(); }
+  [[nodiscard]] int fd() const { return socket_.get(); }
+  void close() { socket_.reset(); }
+
+ private:
+  OwnedFd socket_;
+};
+
+// A sockaddr_un for `path`. Errors: kInvalidArgument where it is empty or too long.
+struct WireAddress {
+  [[nodiscard]] static Result<WireAddress> of(const std::string& path);
+  std::array<std::byte, 112> storage{};
+  std::uint32_t size = 0;
+};
+
+}  // namespace terrace

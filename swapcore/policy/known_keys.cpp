@@ -1,0 +1,32 @@
+#include "swapcore/policy/known_keys.hpp"
+
+namespace terrace {
+namespace {
+
+constexpr KnownKey kKnownKeys[] = {
+    {"", "version", "1"},
+    {"hbm", "budget", "\"90%\""},
+    {"hbm", "reserve", "\"2GiB\""},
+    {"ddr", "budget", "\"auto\""},
+    {"ddr", "numa", "\"nearest\""},
+    {"ddr", "hugepages", "true"},
+    {"swapcore", "mode", "\"auto\""},
+    {"swapcore", "hbm_budget", "\"auto\""},
+    {"swapcore", "ddr_budget", "\"auto\""},
+    {"swapcore.rule", "match", ""},
+    {"swapcore.rule", "kind", "\"any\""},
+    {"swapcore.rule", "phase", "\"any\""},
+    {"swapcore.rule", "steps", "\"0..\""},
+    {"swapcore.rule", "action", ""},
+    {"swapcore.rule", "priority", "0"},
+    {"checkpoint", "budget", "\"auto\""},
+    {"checkpoint", "contingency", "\"offload\""},
+    {"metrics", "listen", "\"127.0.0.1:9464\""},
+    {"daemon", "socket", "\"/run/terrace/terraced.sock\""},
+};
+
+}  // namespace
+
+std::span<const KnownKey> known_keys() { return kKnownKeys; }
+
+}  // namespace terrace

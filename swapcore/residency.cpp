@@ -1,0 +1,311 @@
+#include "swapcore/residency.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/assert.hpp"
+
+namespace terrace {
+namespace {
+constexpr double kLateSeconds = 50e-6;  // a shorter wait is the cost of an event, not of a copy
+}
+
+const char* name_of(Residency state) {
+  switch (state) {
+    case Residency::kInHbm:
+      return "in_hbm";
+    case Residency::kLeaving:
+      return "leaving";
+    case Residency::kInDdr:
+      return "in_ddr";
+    case Residency::kArriving:
+      return "arriving";
+  }
+  return "?";
+}
+
+Result<std::unique_ptr<ResidencyStore>> ResidencyStore::create(Parts parts) {
+  auto fence = parts.device.create_event();
+  if (!fence) return std::move(fence).error();
+  return std::unique_ptr<ResidencyStore>(new ResidencyStore(parts, *fence));
+}
+
+ResidencyStore::~ResidencyStore() {
+  while (!entries_.empty()) forget(entries_.begin());
+  for (const Retired& retired : retired_) {
+    (void)retired.copy.synchronize();
+    parts_.ddr.free(retired.ddr);
+  }
+  retired_.clear();
+  for (const Probe& probe : probes_) {
+    (void)parts_.device.synchronize(probe.resumed);
+    parts_.device.destroy_event(probe.arrived);
+    parts_.device.destroy_event(probe.resumed);
+  }
+  parts_.device.destroy_event(fence_);
+}
+
+BlockRef ResidencyStore::wrap(const Block& block) {
+  return {new Block(block), [&pool = parts_.hbm, stream = parts_.compute](const Block* held) {
+            pool.free(stream, *held);
+            delete held;
+          }};
+}
+
+void ResidencyStore::hold(const EntryKey& key, Bytes size) {
+  hbm_bytes_ += size;
+  if (key.what == EntryKey::What::kSaved) saved_bytes_ += size;
+}
+
+void ResidencyStore::let_go(const EntryKey& key, Bytes size) {
+  hbm_bytes_ -= size;
+  if (key.what == EntryKey::What::kSaved) saved_bytes_ -= size;
+}
+
+Bytes ResidencyStore::hbm_bytes(EntryKey::What what) const {
+  return what == EntryKey::What::kSaved ? saved_bytes_ : hbm_bytes_ - saved_bytes_;
+}
+
+void ResidencyStore::keep(const EntryKey& key, BlockRef block) {
+  Entry entry;
+  entry.size = block->size;
+  entry.hbm = std::move(block);
+  hold(key, entry.size);
+  const bool fresh = entries_.emplace(key, std::move(entry)).second;
+  TERRACE_CHECK(fresh, "an entry is kept once and taken before it is kept again");
+}
+
+Status ResidencyStore::spill(const EntryKey& key) {
+  auto it = entries_.find(key);
+  TERRACE_CHECK(it != entries_.end() && it->second.state == Residency::kInHbm,
+                "only what is in HBM is spilled");
+  Entry& entry = it->second;
+  auto room = parts_.ddr.allocate(entry.size, entry.hbm->pool);
+  if (!room) return room.error();
+  Status ready = parts_.device.record(parts_.compute, fence_);
+  if (ready) {
+    const Transfer transfer{room->address, entry.hbm->address, entry.size};
+    auto copy = parts_.copies.submit(Direction::kD2H, fence_, {&transfer, 1}, CopyReason::kSpill);
+    if (copy) {
+      entry.copy = std::move(copy).value();
+      entry.ddr = *room;
+      entry.state = Residency::kLeaving;
+      leaving_.push_back(key);
+      spilled_ += entry.size;
+      return {};
+    }
+    ready = copy.error();
+  }
+  parts_.ddr.free(*room);
+  return ready;
+}
+
+// HBM for the bytes, ordered on the copy stream behind whatever used that range before, then the copy.
+Status ResidencyStore::start_restore(Entry& entry) {
+  const Stream link = parts_.copies.stream(Direction::kH2D);
+  auto room = parts_.hbm.allocate(link, entry.size, entry.ddr->pool);
+  if (!room) return room.error();
+  Status ready = parts_.device.record(parts_.compute, fence_);
+  if (ready) {
+    const Transfer transfer{room->address, entry.ddr->address, entry.size};
+    auto copy = parts_.copies.submit(Direction::kH2D, fence_, {&transfer, 1}, CopyReason::kRestore);
+    if (copy) {
+      entry.copy = std::move(copy).value();
+      entry.hbm = wrap(*room);
+      entry.state = Residency::kArriving;
+      restored_ += entry.size;
+      return {};
+    }
+    ready = copy.error();
+  }
+  parts_.hbm.free(link, *room);
+  return ready;
+}
+
+Status ResidencyStore::restore(const EntryKey& key) {
+  auto it = entries_.find(key);
+  TERRACE_CHECK(it != entries_.end(), "only an entry is restored");
+  Entry& entry = it->second;
+  settle(entry);
+  switch (entry.state) {
+    case Residency::kInHbm:
+    case Residency::kArriving:
+      return {};
+    case Residency::kLeaving:
+      retire(entry, entry.hbm);  // the copy may finish; the bytes have never left
+      entry.state = Residency::kInHbm;
+      return {};
+    case Residency::kInDdr:
+      break;
+  }
+  if (auto started = start_restore(entry); !started) return started;
+  hold(key, entry.size);
+  return {};
+}
+
+std::optional<Residency> ResidencyStore::state(const EntryKey& key) const {
+  auto it = entries_.find(key);
+  if (it == entries_.end()) return std::nullopt;
+  return it->second.state;
+}
+
+std::vector<EntryKey> ResidencyStore::in_layer(int layer, std::uint32_t micro_batch) const {
+  std::vector<EntryKey> keys;
+  const EntryKey first{micro_batch, layer, EntryKey::What::kSaved, 0};
+  for (auto it = entries_.lower_bound(first); it != entries_.end(); ++it) {
+    if (it->first.layer != layer || it->first.micro_batch != micro_batch) break;
+    keys.push_back(it->first);
+  }
+  return keys;
+}
+
+// The compute stream waits for the copy; how long is known when both events have passed.
+Status ResidencyStore::wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy) {
+  auto arrived = parts_.device.create_event();
+  if (!arrived) return arrived.error();
+  auto resumed = parts_.device.create_event();
+  if (!resumed) {
+    parts_.device.destroy_event(*arrived);
+    return resumed.error();
+  }
+  Status status = parts_.device.record(parts_.compute, *arrived);
+  if (status) status = parts_.device.wait(parts_.compute, copy.finished());
+  if (status) status = parts_.device.record(parts_.compute, *resumed);
+  if (!status) {
+    parts_.device.destroy_event(*arrived);
+    parts_.device.destroy_event(*resumed);
+    return status;
+  }
+  probes_.push_back({key, *arrived, *resumed});
+  return {};
+}
+
+Result<ResidencyStore::Taken> ResidencyStore::take(const EntryKey& key) {
+  auto it = entries_.find(key);
+  if (it == entries_.end()) return Error{Errc::kNotFound, "no such entry", {}, {}};
+  Entry& entry = it->second;
+  if (auto restored = restore(key); !restored) return restored.error();
+  Taken taken;
+  if (entry.state == Residency::kArriving) {
+    if (auto waits = wait_on_compute(key, entry.copy); !waits) return waits.error();
+    taken.waited = true;
+    retire(entry, nullptr);
+  }
+  taken.block = std::move(entry.hbm);
+  let_go(key, entry.size);
+  entries_.erase(it);
+  return taken;
+}
+
+// Moves one entry on if its copy has finished.
+void ResidencyStore::settle(Entry& entry) {
+  if (!entry.copy.valid() || !entry.copy.done()) return;
+  entry.copy = {};
+  if (entry.state == Residency::kArriving) {
+    parts_.ddr.free(*std::exchange(entry.ddr, std::nullopt));
+    entry.state = Residency::kInHbm;
+  }
+}
+
+// What a copy that nobody waits for any more still uses lives until it ends. A spill reads HBM, which must
+// not be unmapped under it; what a restore writes is safe already, since the compute stream waits for it
+// before anything else.
+void ResidencyStore::retire(Entry& entry, BlockRef still_read) {
+  if (!entry.ddr) return;
+  if (entry.copy.valid()) {
+    retired_.push_back({*entry.ddr, std::move(entry.copy), std::move(still_read)});
+  } else {
+    parts_.ddr.free(*entry.ddr);
+  }
+  entry.ddr.reset();
+  entry.copy = {};
+}
+
+void ResidencyStore::forget(Entries::iterator it) {
+  Entry& entry = it->second;
+  // Its HBM side goes back in order of the compute stream, which knows nothing of the copy: end that first.
+  if (entry.copy.valid()) (void)entry.copy.synchronize();
+  entry.copy = {};
+  retire(entry, nullptr);
+  if (entry.hbm) let_go(it->first, entry.size);
+  entries_.erase(it);
+}
+
+void ResidencyStore::drop(const EntryKey& key) {
+  if (auto it = entries_.find(key); it != entries_.end()) forget(it);
+}
+
+void ResidencyStore::drop_all(EntryKey::What what) {
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    auto here = it++;
+    if (here->first.what == what) forget(here);
+  }
+}
+
+void ResidencyStore::poll() {
+  for (auto it = leaving_.begin(); it != leaving_.end();) {
+    auto found = entries_.find(*it);
+    if (found == entries_.end() || found->second.state != Residency::kLeaving) {
+      it = leaving_.erase(it);
+      continue;
+    }
+    Entry& entry = found->second;
+    if (!entry.copy.done()) break;  // one link, one order
+    entry.copy = {};
+    let_go(found->first, entry.size);
+    entry.hbm.reset();
+    entry.state = Residency::kInDdr;
+    it = leaving_.erase(it);
+  }
+  for (auto it = retired_.begin(); it != retired_.end();) {
+    if (!it->copy.done()) {
+      ++it;
+      continue;
+    }
+    parts_.ddr.free(it->ddr);
+    it = retired_.erase(it);
+  }
+}
+
+bool ResidencyStore::wait_for_a_spill() {
+  poll();
+  const CopyEngine::Ticket* copy = nullptr;
+  if (!leaving_.empty()) {
+    auto found = entries_.find(leaving_.front());
+    TERRACE_CHECK(found != entries_.end(), "poll() leaves only live spills in front");
+    copy = &found->second.copy;
+  } else if (!retired_.empty()) {
+    copy = &retired_.front().copy;
+  }
+  if (copy == nullptr) return false;
+  (void)copy->synchronize();
+  const bool finished = copy->done();
+  poll();
+  return finished;
+}
+
+std::optional<EntryKey> ResidencyStore::farthest_in_hbm(EntryKey::What what) const {
+  for (const auto& [key, entry] : entries_) {
+    if (key.what == what && entry.state == Residency::kInHbm) return key;
+  }
+  return std::nullopt;
+}
+
+std::vector<ResidencyStore::Wait> ResidencyStore::collect_waits() {
+  std::vector<Wait> waits;
+  for (auto it = probes_.begin(); it != probes_.end();) {
+    if (!parts_.device.completed(it->resumed)) {
+      ++it;
+      continue;
+    }
+    const auto seconds = parts_.device.seconds_between(it->arrived, it->resumed);
+    const bool late = seconds && *seconds > kLateSeconds;
+    waits.push_back({it->key, late, late ? *seconds : 0.0});
+    parts_.device.destroy_event(it->arrived);
+    parts_.device.destroy_event(it->resumed);
+    it = probes_.erase(it);
+  }
+  return waits;
+}
+
+}  // namespace terrace

@@ -1,0 +1,139 @@
+// Where each cached output and saved activation is, and where it is going.
+//
+//            keep                spill             (copy done)
+//   absent ---------> in_hbm ------------> leaving -----------> in_ddr
+//                       ^  ^                  |                    | restore
+//                       |  +---- recall ------+                    v
+//                       +---------------- (copy done) -------- arriving
+//
+// take() ends an entry from any state and hands its bytes over, ordered on the compute stream. The store owns
+// both sides of every copy in flight until the copy's event has completed: no block is reused under a copy,
+// and no restore can start before its own spill has finished. Called from one thread.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "allocator/ddr_pool.hpp"
+#include "allocator/hbm_pool.hpp"
+#include "runtime/copy_engine.hpp"
+
+namespace terrace {
+
+// A block shared by its users; the last one gives it back to its pool.
+using BlockRef = std::shared_ptr<const Block>;
+
+enum class Residency : std::uint8_t { kInHbm, kLeaving, kInDdr, kArriving };
+[[nodiscard]] const char* name_of(Residency state);
+
+// Entries are ordered by next use: the last in order is needed first in backward.
+struct EntryKey {
+  std::uint32_t micro_batch = 0;
+  std::int32_t layer = 0;
+  enum class What : std::uint8_t { kSaved = 0, kOutput = 1 } what = What::kOutput;
+  std::uint32_t index = 0;  // the site, or the slot of a saved activation
+  auto operator<=>(const EntryKey&) const = default;
+};
+
+class ResidencyStore {
+ public:
+  struct Parts {
+    Device& device;
+    HbmPool& hbm;
+    DdrPool& ddr;
+    CopyEngine& copies;
+    Stream compute;
+  };
+  [[nodiscard]] static Result<std::unique_ptr<ResidencyStore>> create(Parts parts);
+  ~ResidencyStore();
+
+  // Takes hold of a block whose bytes are final in order of the compute stream. A key is kept once.
+  void keep(const EntryKey& key, BlockRef block);
+  // in_hbm -> leaving. Errors: kOutOfBudget (DDR), copy errors; the entry stays in_hbm.
+  [[nodiscard]] Status spill(const EntryKey& key);
+  // in_ddr -> arriving, leaving -> in_hbm; nothing to do in the other states.
+  // Errors: kOutOfBudget (HBM), copy errors; the entry stays where it is.
+  [[nodiscard]] Status restore(const EntryKey& key);
+  [[nodiscard]] std::optional<Residency> state(const EntryKey& key) const;
+
+  // The entries of a layer, in order of key.
+  [[nodiscard]] std::vector<EntryKey> in_layer(int layer, std::uint32_t micro_batch) const;
+
+  struct Taken {
+    BlockRef block;       // ready on the compute stream
+    bool waited = false;  // the compute stream may have to wait for the copy: collect_waits() tells
+  };
+  // Ends the entry. Errors: kNotFound; kOutOfBudget where it was in_ddr and HBM is full: the entry stays.
+  [[nodiscard]] Result<Taken> take(const EntryKey& key);
+  // Ends the entry and forgets its bytes.
+  void drop(const EntryKey& key);
+  void drop_all(EntryKey::What what);
+
+  // Moves on what copies have finished: leaving -> in_ddr, arriving -> in_hbm, and gives spent host blocks
+  // back.
+  void poll();
+  // The host waits until one more copy has let go of its HBM. False where none is in flight.
+  [[nodiscard]] bool wait_for_a_spill();
+
+  // The entry in HBM of that kind whose next use is farthest, if any.
+  [[nodiscard]] std::optional<EntryKey> farthest_in_hbm(EntryKey::What what) const;
+  // Bytes of HBM that entries hold: in_hbm, leaving and arriving.
+  [[nodiscard]] Bytes hbm_bytes() const { return hbm_bytes_; }
+  [[nodiscard]] Bytes hbm_bytes(EntryKey::What what) const;
+
+  // What became of a take() that found its copy in flight.
+  struct Wait {
+    EntryKey key;
+    bool late = false;   // the compute stream really waited
+    double seconds = 0;  // how long
+  };
+  // Those known since the last call; the rest follows in a later one.
+  [[nodiscard]] std::vector<Wait> collect_waits();
+  [[nodiscard]] Bytes spilled() const { return spilled_; }
+  [[nodiscard]] Bytes restored() const { return restored_; }
+
+ private:
+  struct Entry {
+    Residency state = Residency::kInHbm;
+    Bytes size;
+    BlockRef hbm;              // in_hbm, leaving, arriving
+    std::optional<Block> ddr;  // leaving, in_ddr, arriving
+    CopyEngine::Ticket copy;   // leaving, arriving
+  };
+  struct Retired {  // what a copy that nobody waits for any more still reads and writes
+    Block ddr;
+    CopyEngine::Ticket copy;
+    BlockRef still_read;
+  };
+  struct Probe {  // the compute stream's arrival at a wait, and its way out
+    EntryKey key;
+    Event arrived, resumed;
+  };
+  using Entries = std::map<EntryKey, Entry>;
+
+  ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence) {}
+  [[nodiscard]] BlockRef wrap(const Block& block);
+  [[nodiscard]] Status start_restore(Entry& entry);
+  [[nodiscard]] Status wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy);
+  void settle(Entry& entry);
+  void retire(Entry& entry, BlockRef still_read);
+  void forget(Entries::iterator it);
+  void hold(const EntryKey& key, Bytes size);
+  void let_go(const EntryKey& key, Bytes size);
+
+  Parts parts_;
+  Event fence_;
+  Entries entries_;
+  std::list<EntryKey> leaving_;  // oldest first
+  std::list<Retired> retired_;
+  std::list<Probe> probes_;
+  Bytes hbm_bytes_, saved_bytes_;
+  Bytes spilled_, restored_;
+};
+
+}  // namespace terrace

@@ -1,0 +1,180 @@
+#include "swapcore/session.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/assert.hpp"
+#include "runtime/clock.hpp"
+#include "runtime/memory_limits.hpp"
+#include "runtime/metrics.hpp"
+#include "runtime/topology.hpp"
+#include "swapcore/session_impl.hpp"
+
+namespace terrace {
+namespace {
+
+// Where pinned memory should be; -1: wherever first touch puts it. A machine that hwloc can't read has one
+// such place.
+int numa_node_of(const DeviceInfo& device, const Policy& policy) {
+  if (policy.ddr.numa != NumaMode::kNearest || device.pci.empty()) return -1;
+  const auto topology = Topology::of_this_machine();
+  return topology ? topology->node_near(device.pci).value_or(-1) : -1;
+}
+
+}  // namespace
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Session::~Session() {
+  impl_->publish_usage();
+  impl_->leave_daemon();
+  // Entries hold blocks of the pools, and the pools wait for the copy engine's streams: end them in this
+  // order.
+  impl_->profile.reset();
+  impl_->store.reset();
+  impl_->hbm.reset();
+  impl_->ddr.reset();
+  impl_->copies.reset();
+}
+
+Result<std::unique_ptr<Session>> Session::open(Device& device, Options options) {
+  const auto host = memory_limits();
+  if (!host) return host.error();
+  auto budgets = resolve_budgets(options.policy, device.info(), host->usable);
+  if (!budgets) return std::move(budgets).error();
+  const bool join = options.join_daemon;
+  auto impl = std::make_unique<Impl>(device, std::move(options));
+  impl->budgets = *budgets;
+  std::unique_ptr<Session> session(new Session(std::move(impl)));
+  if (join) {
+    if (auto joined = session->impl_->join_daemon(); !joined) return joined.error();
+  }
+  if (auto opened = session->impl_->open_pools(); !opened) return opened.error();
+  return session;
+}
+
+Status Session::Impl::open_pools() {
+  auto hbm_pool = HbmPool::create(device, {.budget = budgets.hbm});
+  if (!hbm_pool) return std::move(hbm_pool).error();
+  hbm = std::move(hbm_pool).value();
+  auto ddr_pool = DdrPool::create(device, {.budget = budgets.ddr,
+                                           .numa_node = numa_node_of(device.info(), policy),
+                                           .hugepages = policy.ddr.hugepages});
+  if (!ddr_pool) return std::move(ddr_pool).error();
+  ddr = std::move(ddr_pool).value();
+  auto engine = CopyEngine::create(device);
+  if (!engine) return std::move(engine).error();
+  copies = std::move(engine).value();
+  auto entries = ResidencyStore::create({device, *hbm, *ddr, *copies, compute});
+  if (!entries) return std::move(entries).error();
+  store = std::move(entries).value();
+  metrics().set<Metric::kBudgetBytes>(TierId::kHbm, budgets.hbm);
+  metrics().set<Metric::kBudgetBytes>(TierId::kDdr, budgets.ddr);
+  return {};
+}
+
+BlockRef Session::Impl::wrap(const Block& block) {
+  return {new Block(block), [pool = hbm.get(), stream = compute](const Block* held) {
+            pool->free(stream, *held);
+            delete held;
+          }};
+}
+
+// One thing that frees HBM: a spill already on its way, else the cached output used last, else, where the
+// policy says so, the saved activation used last. False: nothing is left to give.
+bool Session::Impl::make_room(const Error& refusal) {
+  if (refusal.code != Errc::kOutOfBudget) return false;
+  store->poll();
+  const double began = seconds_of(steady_clock().now());
+  if (store->wait_for_a_spill()) {
+    const double waited = seconds_of(steady_clock().now()) - began;
+    metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, waited);
+    counters.stall_seconds += waited;
+    return true;
+  }
+  if (auto victim = store->farthest_in_hbm(EntryKey::What::kOutput)) {
+    store->drop(*victim);
+    ++counters.evictions;
+    metrics().add<Metric::kCacheEvictions>(1);
+    return true;
+  }
+  if (policy.checkpoint.contingency != Contingency::kOffload) return false;
+  auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
+  return victim && store->spill(*victim).ok() && store->wait_for_a_spill();
+}
+
+Error Session::Impl::explain(const Error& refusal) const {
+  if (refusal.code != Errc::kOutOfBudget) return refusal;
+  const PoolUsage usage = hbm->usage();
+  const Bytes missing = saturating_sub(usage.live + refusal.bytes, usage.budget);
+  std::string text = "out of HBM: " + format_bytes(missing == 0_B ? refusal.bytes : missing) + " missing (" +
+                     std::to_string((missing == 0_B ? refusal.bytes : missing).count()) +
+                     " bytes) for a block of " + format_bytes(refusal.bytes) + " (" + name_of(refusal.pool) +
+                     "); budget " + format_bytes(usage.budget) + ", in use";
+  for (int i = 0; i < kPoolCount; ++i) {
+    const Bytes held = usage.live_by_pool[static_cast<std::size_t>(i)];
+    if (held > 0_B) text += std::string(" ") + name_of(static_cast<Pool>(i)) + " " + format_bytes(held) + ",";
+  }
+  text.back() = ';';
+  text += " what would help in the policy: [hbm] budget = a larger size";
+  if (!caching()) text += "; [swapcore] mode = \"auto\" with activation recomputation on";
+  if (policy.checkpoint.contingency != Contingency::kOffload)
+    text += "; [checkpoint] contingency = \"offload\"";
+  if (ddr->usage().budget < 1_GiB) text += "; [ddr] budget = a larger size";
+  return Error{refusal.code, std::move(text), refusal.bytes, refusal.pool};
+}
+
+void Session::Impl::publish_usage() const {
+  if (hbm == nullptr || ddr == nullptr) return;
+  const PoolUsage in_hbm = hbm->usage();
+  const PoolUsage in_ddr = ddr->usage();
+  for (int i = 0; i < kPoolCount; ++i) {
+    const auto index = static_cast<std::size_t>(i);
+    metrics().set<Metric::kTierBytes>(TierId::kHbm, static_cast<Pool>(i), in_hbm.live_by_pool[index]);
+    metrics().set<Metric::kTierBytes>(TierId::kDdr, static_cast<Pool>(i), in_ddr.live_by_pool[index]);
+  }
+  metrics().set<Metric::kTierPeakBytes>(TierId::kHbm, in_hbm.mapped_peak);
+  metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, in_ddr.live_peak);
+}
+
+Result<BlockRef> Session::allocate(Bytes size, Pool pool) {
+  while (true) {
+    auto block = impl_->hbm->allocate(impl_->compute, size, pool);
+    if (block) {
+      metrics().add<Metric::kAllocations>(TierId::kHbm, pool, 1);
+      metrics().add<Metric::kAllocatedBytes>(TierId::kHbm, pool, size);
+      return impl_->wrap(*block);
+    }
+    if (!impl_->make_room(block.error())) return impl_->explain(block.error());
+  }
+}
+
+SiteId Session::declare(const SiteSpec& site) {
+  const SiteId id{static_cast<std::uint32_t>(impl_->sites.size())};
+  impl_->sites.push_back(site);
+  const auto layer = static_cast<std::size_t>(site.layer);
+  if (impl_->layer_sites.size() <= layer) impl_->layer_sites.resize(layer + 1);
+  impl_->layer_sites[layer].push_back(id);
+  impl_->plan.reset();  // made for other sites
+  return id;
+}
+
+Device& Session::device() const { return impl_->device; }
+Stream Session::compute() const { return impl_->compute; }
+const Policy& Session::policy() const { return impl_->policy; }
+PoolUsage Session::hbm_usage() const { return impl_->hbm->usage(); }
+PoolUsage Session::ddr_usage() const { return impl_->ddr->usage(); }
+
+SessionCounters Session::counters() const {
+  impl_->collect_waits();
+  SessionCounters counters = impl_->counters;
+  counters.spilled = impl_->store->spilled();
+  counters.restored = impl_->store->restored();
+  return counters;
+}
+
+void Session::reset_peaks() {
+  impl_->hbm->reset_peaks();
+  impl_->ddr->reset_peaks();
+}
+
+}  // namespace terrace

@@ -1,0 +1,81 @@
+// The session's parts, shared by its source files. Nobody else includes this.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/daemon_link.hpp"
+#include "runtime/shared_page.hpp"
+#include "swapcore/budgets.hpp"
+#include "swapcore/plan/solver.hpp"
+#include "swapcore/residency.hpp"
+#include "swapcore/session.hpp"
+#include "swapcore/step_profile.hpp"
+
+namespace terrace {
+
+// The first step warms up, the second is measured, the third runs by the plan.
+inline constexpr std::uint64_t kMeasuredStep = 1;
+
+struct Session::Impl {
+  Device& device;
+  Policy policy;
+  Stream compute;
+  Budgets budgets;
+  std::string job;
+  std::unique_ptr<SharedPage> page;  // the metrics that the daemon reads
+  std::unique_ptr<DaemonLink> link;
+  std::atomic<std::uint64_t> hbm_claim{0}, ddr_claim{0};  // what a successor of the daemon is told, in bytes
+  std::unique_ptr<HbmPool> hbm;
+  std::unique_ptr<DdrPool> ddr;
+  std::unique_ptr<CopyEngine> copies;
+  std::unique_ptr<ResidencyStore> store;
+  double h2d_rate = 0, d2h_rate = 0;
+
+  std::vector<SiteSpec> sites;
+  std::vector<std::vector<SiteId>> layer_sites;  // by layer, in order of declaration: the order of use
+  std::optional<Plan> plan;                      // as sites
+  std::unique_ptr<StepProfile> profile;          // while a step is measured
+  std::uint64_t step = 0;
+  double step_started = 0;
+  SessionCounters counters;
+
+  Impl(Device& d, Options options)
+      : device(d), policy(std::move(options.policy)), compute(options.compute), job(std::move(options.job)) {}
+
+  // session_lease.cpp
+  Status join_daemon();
+  void leave_daemon();
+
+  // session.cpp
+  Status open_pools();
+  Status measure_link();
+  [[nodiscard]] BlockRef wrap(const Block& block);
+  [[nodiscard]] bool make_room(const Error& refusal);
+  [[nodiscard]] Error explain(const Error& refusal) const;
+  void publish_usage() const;
+
+  // session_step.cpp
+  [[nodiscard]] bool caching() const { return policy.swapcore.mode != SwapMode::kOff; }
+  [[nodiscard]] Placement placement(SiteId site) const;
+  [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
+  void enter(StepProfile::Phase phase, int layer);
+  void restore_layer(int layer, std::uint32_t micro_batch);
+  void make_plan();
+  void count_fetch(SiteId site, FetchOutcome outcome);
+  void collect_waits();
+  Status make_checkpoint_room(const SaveKey& key, Bytes size);
+};
+
+[[nodiscard]] inline EntryKey entry_of(const SiteKey& key, int layer) {
+  return {key.micro_batch, layer, EntryKey::What::kOutput, key.site.index};
+}
+[[nodiscard]] inline EntryKey entry_of(const SaveKey& key) {
+  return {key.micro_batch, key.layer, EntryKey::What::kSaved, key.slot};
+}
+
+}  // namespace terrace

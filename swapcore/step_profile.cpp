@@ -1,0 +1,85 @@
+#include "swapcore/step_profile.hpp"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+namespace terrace {
+
+StepProfile::~StepProfile() {
+  for (const Mark& mark : marks_) device_.destroy_event(mark.event);
+  for (const Run& run : runs_) {
+    device_.destroy_event(run.start);
+    device_.destroy_event(run.end);
+  }
+}
+
+void StepProfile::enter(Phase phase, int layer, Bytes peak) {
+  if (!marks_.empty()) marks_.back().peak = peak;
+  auto event = device_.create_event();
+  if (!event) return;
+  if (!device_.record(compute_, *event)) {
+    device_.destroy_event(*event);
+    return;
+  }
+  marks_.push_back({phase, layer, *event, {}});
+}
+
+void StepProfile::add_run(SiteId site, Event start, Event end) { runs_.push_back({site, start, end}); }
+
+void StepProfile::add_output(SiteId site, Bytes size) { outputs_.push_back({site, size}); }
+
+void StepProfile::add_positions(Snapshot& snapshot) const {
+  // Micro-batches pass each position several times: windows are averages, peaks are peaks.
+  std::map<std::pair<Phase, int>, int> passes;
+  for (const Mark& mark : marks_) ++passes[{mark.phase, mark.layer}];
+  for (std::size_t i = 0; i + 1 < marks_.size(); ++i) {
+    const Mark& mark = marks_[i];
+    if (mark.phase == Phase::kEnd) continue;
+    const auto seconds = device_.seconds_between(mark.event, marks_[i + 1].event);
+    const double share = (seconds ? *seconds : 0.0) / passes[{mark.phase, mark.layer}];
+    if (mark.phase == Phase::kHead) {
+      snapshot.head.forward_seconds += share;
+      snapshot.head.backward_seconds += share;
+      snapshot.head.hbm_peak = std::max(snapshot.head.hbm_peak, mark.peak);
+      continue;
+    }
+    const auto layer = static_cast<std::size_t>(mark.layer);
+    if (snapshot.layers.size() <= layer) snapshot.layers.resize(layer + 1);
+    Position& position = snapshot.layers[layer];
+    (mark.phase == Phase::kForward ? position.forward_seconds : position.backward_seconds) += share;
+    position.hbm_peak = std::max(position.hbm_peak, mark.peak);
+  }
+}
+
+void StepProfile::add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sites) const {
+  struct Cost {
+    double seconds = 0;
+    std::uint64_t runs = 0;
+  };
+  std::map<std::string, Cost> by_group;
+  for (const Run& run : runs_) {
+    const auto seconds = device_.seconds_between(run.start, run.end);
+    if (!seconds) continue;
+    Cost& cost = by_group[sites[run.site.index].group];
+    cost.seconds += *seconds;
+    ++cost.runs;
+  }
+  std::vector<Bytes> sizes(sites.size());
+  for (const Output& output : outputs_)
+    sizes[output.site.index] = std::max(sizes[output.site.index], output.size);
+  for (std::uint32_t i = 0; i < sites.size(); ++i) {
+    const Cost& cost = by_group[sites[i].group];
+    const double seconds = cost.runs == 0 ? 0.0 : cost.seconds / static_cast<double>(cost.runs);
+    snapshot.sites.push_back({SiteId{i}, sites[i].layer, sizes[i], seconds, RuleAction::kAuto});
+  }
+}
+
+Snapshot StepProfile::summarize(const std::vector<SiteSpec>& sites) const {
+  Snapshot snapshot;
+  add_positions(snapshot);
+  add_sites(snapshot, sites);
+  return snapshot;
+}
+
+}  // namespace terrace

@@ -1,0 +1,66 @@
+#include "tests/hooks/page_collector.hpp"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+
+namespace terrace::test {
+
+PageCollector::PageCollector() {
+  std::string pattern = (std::filesystem::temp_directory_path() / "terrace-hooks-XXXXXX").string();
+  if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("no temporary folder");
+  folder_ = pattern;
+  path_ = folder_ + "/s";
+  listener_ = OwnedFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  wake_ = OwnedFd(::eventfd(0, EFD_CLOEXEC));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::strncpy(address.sun_path, path_.c_str(), sizeof address.sun_path - 1);
+  if (::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+      ::listen(listener_.get(), 16) != 0)
+    throw std::runtime_error("no socket at " + path_);
+  thread_ = std::thread([this] { serve(); });
+}
+
+PageCollector::~PageCollector() {
+  if (thread_.joinable()) collect();
+  std::error_code ignored;
+  std::filesystem::remove_all(folder_, ignored);
+}
+
+std::vector<std::unique_ptr<SharedPageReader>> PageCollector::collect() {
+  const std::uint64_t one = 1;
+  EXPECT_EQ(::write(wake_.get(), &one, sizeof one), static_cast<ssize_t>(sizeof one));
+  thread_.join();
+  return std::move(pages_);
+}
+
+void PageCollector::serve() {
+  for (;;) {
+    pollfd watched[2] = {{listener_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    if (::poll(watched, 2, -1) < 0) continue;
+    // A guest that waits at the door comes in before the end.
+    for (int fd = -1; (fd = ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;)
+      welcome(OwnedFd(fd));
+    if ((watched[1].revents & POLLIN) != 0) return;
+  }
+}
+
+void PageCollector::welcome(OwnedFd accepted) {
+  WireConnection connection(std::move(accepted));
+  auto hello = connection.receive(std::chrono::seconds(5));
+  if (!hello || !std::holds_alternative<Hello>(hello->message)) return;
+  auto page = SharedPageReader::open(hello->fd.release());
+  if (page) pages_.push_back(*std::move(page));
+  if (connection.send(Welcome{.client = pages_.size(), .daemon_pid = ::getpid()}, hello->sequence))
+    connections_.push_back(std::move(connection));
+}
+
+}  // namespace terrace::test

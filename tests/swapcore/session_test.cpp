@@ -1,0 +1,235 @@
+// A session under a small pretended model: layers whose one site's output is a block of known bytes.
+#include "swapcore/session.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "runtime/fault.hpp"
+
+namespace terrace {
+namespace {
+
+constexpr int kLayers = 6;
+constexpr Bytes kOutput = 1_MiB;
+
+class SessionTest : public testing::Test {
+ protected:
+  SessionTest()
+      : device_(
+            std::move(open_emulated_device(
+                          {.capacity = 256_MiB, .h2d_bytes_per_second = 1e9, .d2h_bytes_per_second = 1e9}))
+                .value()),
+        compute_(*device_->create_stream(StreamPriority::kNormal)) {
+    policy_.hbm.budget = Amount::of(64_MiB);
+    policy_.ddr.budget = Amount::of(256_MiB);
+  }
+  ~SessionTest() override {
+    outputs_.clear();
+    session_.reset();
+    device_->destroy_stream(compute_);
+    EXPECT_EQ(device_->memory()->free, device_->memory()->total);
+  }
+
+  void open() {
+    auto session = Session::open(*device_, {.policy = policy_, .join_daemon = false, .compute = compute_});
+    ASSERT_TRUE(session) << session.error().text;
+    session_ = std::move(session).value();
+    for (int l = 0; l < kLayers; ++l) {
+      sites_.push_back(session_->declare({"layer." + std::to_string(l) + ".fc", SiteKind::kMatmul, l, "fc"}));
+    }
+  }
+  // Computing takes a while on the stream, so that recomputing costs something.
+  BlockRef compute_output(int layer) {
+    Session::Timing timing(*session_, sites_[static_cast<std::size_t>(layer)]);
+    auto block = session_->allocate(kOutput, Pool::kActivation);
+    if (!block) return nullptr;
+    EXPECT_TRUE(device_->launch_host(compute_, [address = (*block)->address, layer] {
+      for (int round = 0; round < 20; ++round) std::memset(address, layer + 1, kOutput.count());
+    }));
+    return *block;
+  }
+  void expect_output(const BlockRef& block, int layer) {
+    EXPECT_TRUE(device_->launch_host(compute_, [block, layer] {
+      for (const std::uint64_t at : {std::uint64_t{0}, kOutput.count() / 2, kOutput.count() - 1}) {
+        EXPECT_EQ(std::to_integer<int>(block->address[at]), layer + 1);
+      }
+    }));
+  }
+  // One step; returns the number of outputs that had to be computed again.
+  int run_step() {
+    int computed_again = 0;
+    session_->begin_step();
+    for (int l = 0; l < kLayers; ++l) {
+      session_->enter_forward(l);
+      const BlockRef output = compute_output(l);
+      session_->offer({sites_[static_cast<std::size_t>(l)]}, output);
+    }
+    session_->enter_head();
+    for (int l = kLayers - 1; l >= 0; --l) {
+      session_->enter_backward(l);
+      BlockRef output = session_->fetch({sites_[static_cast<std::size_t>(l)]});
+      if (output == nullptr) {
+        ++computed_again;
+        output = compute_output(l);
+      }
+      expect_output(output, l);
+    }
+    EXPECT_TRUE(device_->synchronize(compute_));
+    session_->end_step();
+    return computed_again;
+  }
+
+  std::unique_ptr<Device> device_;
+  Stream compute_;
+  Policy policy_;
+  std::unique_ptr<Session> session_;
+  std::vector<SiteId> sites_;
+  std::vector<BlockRef> outputs_;
+};
+
+TEST_F(SessionTest, TheThirdStepRunsByThePlan) {
+  open();
+  EXPECT_EQ(run_step(), kLayers);
+  EXPECT_EQ(run_step(), kLayers);
+  EXPECT_EQ(run_step(), 0) << session_->plan_summary();
+  const SessionCounters counters = session_->counters();
+  EXPECT_EQ(counters.hits + counters.late, static_cast<std::uint64_t>(kLayers));
+  EXPECT_EQ(counters.misses, static_cast<std::uint64_t>(2 * kLayers));
+}
+
+TEST_F(SessionTest, OffCachesNothingAndCountsNothing) {
+  policy_.swapcore.mode = SwapMode::kOff;
+  open();
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(run_step(), kLayers);
+  EXPECT_EQ(session_->counters().misses, 0U);
+}
+
+TEST_F(SessionTest, ARuleSendsOutputsToDdrAndTheyComeBackRight) {
+  policy_.swapcore.rules.push_back({.match = "layer.*.fc", .kind = {}, .action = RuleAction::kDdr});
+  open();
+  run_step();
+  EXPECT_GT(session_->counters().spilled, 0_B);
+  run_step();
+  EXPECT_GE(session_->ddr_usage().live_peak, kOutput);
+}
+
+TEST_F(SessionTest, ADiscardRuleKeepsAnOutputOut) {
+  policy_.swapcore.rules.push_back({.match = "layer.2.fc", .kind = {}, .action = RuleAction::kDiscard});
+  open();
+  for (int i = 0; i < 2; ++i) run_step();
+  EXPECT_EQ(run_step(), 1);
+}
+
+TEST_F(SessionTest, TheSwapcoreBudgetBinds) {
+  policy_.swapcore.hbm_budget = Amount::of(2_MiB);
+  policy_.swapcore.ddr_budget = Amount::of(0_B);
+  open();
+  for (int i = 0; i < 2; ++i) run_step();
+  EXPECT_EQ(run_step(), kLayers - 2);
+}
+
+TEST_F(SessionTest, CachedOutputsMakeWayForMemoryThatIsNeeded) {
+  policy_.hbm.budget = Amount::of(8_MiB);
+  policy_.swapcore.rules.push_back({.match = "**", .kind = {}, .action = RuleAction::kHbm});
+  policy_.swapcore.rules.back().match = "layer.*.fc";
+  open();
+  session_->begin_step();
+  for (int l = 0; l < kLayers; ++l) {
+    session_->enter_forward(l);
+    session_->offer({sites_[static_cast<std::size_t>(l)]}, compute_output(l));
+  }
+  auto large = session_->allocate(6_MiB, Pool::kScratch);
+  ASSERT_TRUE(large) << large.error().text;
+  EXPECT_GE(session_->counters().evictions, 4U);
+  EXPECT_EQ(session_->fetch({sites_[0]}), nullptr) << "the output used last went first";
+  EXPECT_LE(session_->hbm_usage().mapped_peak, 8_MiB);
+  session_->end_step();
+}
+
+TEST_F(SessionTest, ARefusalSaysHowMuchIsMissingForWhatAndWhatWouldHelp) {
+  policy_.hbm.budget = Amount::of(8_MiB);
+  policy_.swapcore.mode = SwapMode::kOff;
+  open();
+  auto held = session_->allocate(6_MiB, Pool::kWeights);
+  ASSERT_TRUE(held);
+  auto refused = session_->allocate(4_MiB, Pool::kActivation);
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, Errc::kOutOfBudget);
+  const std::string& text = refused.error().text;
+  EXPECT_NE(text.find("(2097152 bytes)"), std::string::npos) << text;
+  EXPECT_NE(text.find("activation"), std::string::npos) << text;
+  EXPECT_NE(text.find("weights 6.0 MiB"), std::string::npos) << text;
+  EXPECT_NE(text.find("[hbm] budget"), std::string::npos) << text;
+  EXPECT_NE(text.find("[swapcore] mode = \"auto\""), std::string::npos) << text;
+}
+
+TEST_F(SessionTest, SavedActivationsGoToDdrBeyondTheCheckpointBudget) {
+  policy_.checkpoint.budget = Amount::of(3_MiB);
+  policy_.swapcore.mode = SwapMode::kOff;
+  open();
+  session_->begin_step();
+  for (int l = 0; l < kLayers; ++l) {
+    session_->enter_forward(l);
+    ASSERT_TRUE(session_->save({.layer = l}, compute_output(l)));
+  }
+  EXPECT_GE(session_->ddr_usage().live_peak, 3_MiB);
+  session_->enter_head();
+  for (int l = kLayers - 1; l >= 0; --l) {
+    session_->enter_backward(l);
+    auto block = session_->load({.layer = l});
+    ASSERT_TRUE(block) << block.error().text;
+    expect_output(*block, l);
+  }
+  EXPECT_EQ(session_->load({.layer = 0}).error().code, Errc::kNotFound);
+  ASSERT_TRUE(device_->synchronize(compute_));
+  session_->end_step();
+}
+
+TEST_F(SessionTest, ContingencyFailRefusesWhatExceedsTheCheckpointBudget) {
+  policy_.checkpoint.budget = Amount::of(2_MiB);
+  policy_.checkpoint.contingency = Contingency::kFail;
+  open();
+  ASSERT_TRUE(session_->save({.layer = 0}, compute_output(0)));
+  ASSERT_TRUE(session_->save({.layer = 1}, compute_output(1)));
+  const Status refused = session_->save({.layer = 2}, compute_output(2));
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().text.find("checkpoint.budget"), std::string::npos) << refused.error().text;
+}
+
+TEST_F(SessionTest, ABudgetLargerThanTheDeviceIsRefused) {
+  policy_.hbm.budget = Amount::of(1_GiB);
+  auto session = Session::open(*device_, {.policy = policy_, .join_daemon = false, .compute = compute_});
+  ASSERT_FALSE(session);
+  EXPECT_EQ(session.error().code, Errc::kInvalidArgument);
+}
+
+// Every output is right and the budget holds, whichever call fails: a miss at worst.
+TEST_F(SessionTest, NoFailedCallChangesAByte) {
+  policy_.hbm.budget = Amount::of(12_MiB);
+  open();
+  for (const FaultPoint point :
+       {FaultPoint::kDeviceCopy, FaultPoint::kDeviceWait, FaultPoint::kDevicePin, FaultPoint::kHostMap}) {
+    for (std::uint64_t nth = 1; nth <= 12; ++nth) {
+      ScopedFaults faults(fail_call(point, nth));
+      session_->begin_step();
+      for (int l = 0; l < kLayers; ++l) {
+        session_->enter_forward(l);
+        if (const BlockRef output = compute_output(l))
+          session_->offer({sites_[static_cast<std::size_t>(l)]}, output);
+      }
+      session_->enter_head();
+      for (int l = kLayers - 1; l >= 0; --l) {
+        session_->enter_backward(l);
+        if (const BlockRef output = session_->fetch({sites_[static_cast<std::size_t>(l)]}))
+          expect_output(output, l);
+      }
+      EXPECT_TRUE(device_->synchronize(compute_));
+      session_->end_step();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace terrace

@@ -1,0 +1,61 @@
+#include "swapcore/step_profile.hpp"
+
+#include <gtest/gtest.h>
+
+#include "tests/swapcore/tiers_fixture.hpp"
+
+namespace terrace {
+namespace {
+
+using Phase = StepProfile::Phase;
+
+TEST(StepProfile, TellsPositionsPeaksAndOutputs) {
+  Tiers tiers({});
+  const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"},
+                                       {"layer.1.a", SiteKind::kMatmul, 1, "a"},
+                                       {"layer.1.b", SiteKind::kScan, 1, "b"}};
+  StepProfile profile(*tiers.device, tiers.compute);
+  profile.enter(Phase::kForward, 0, 0_B);
+  profile.add_output(SiteId{0}, 100_B);
+  profile.enter(Phase::kForward, 1, 10_MiB);
+  profile.add_output(SiteId{1}, 200_B);
+  profile.enter(Phase::kHead, 0, 20_MiB);
+  profile.enter(Phase::kBackward, 1, 30_MiB);
+  profile.enter(Phase::kBackward, 0, 40_MiB);
+  profile.enter(Phase::kEnd, 0, 15_MiB);
+  ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+
+  const Snapshot snapshot = profile.summarize(sites);
+  ASSERT_EQ(snapshot.layers.size(), 2U);
+  EXPECT_EQ(snapshot.layers[0].hbm_peak, 15_MiB) << "the larger of forward and backward";
+  EXPECT_EQ(snapshot.layers[1].hbm_peak, 40_MiB);
+  EXPECT_EQ(snapshot.head.hbm_peak, 30_MiB);
+  ASSERT_EQ(snapshot.sites.size(), 3U);
+  EXPECT_EQ(snapshot.sites[1].bytes, 200_B);
+  EXPECT_EQ(snapshot.sites[2].bytes, 0_B) << "never offered";
+}
+
+TEST(StepProfile, SitesOfAGroupShareTheirMeanCost) {
+  Tiers tiers({.link_bytes_per_second = 100e6});
+  const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"},
+                                       {"layer.1.a", SiteKind::kMatmul, 1, "a"},
+                                       {"layer.1.b", SiteKind::kScan, 1, "b"}};
+  StepProfile profile(*tiers.device, tiers.compute);
+  const auto mark = [&] {
+    const Event event = *tiers.device->create_event();
+    EXPECT_TRUE(tiers.device->record(tiers.compute, event));
+    return event;
+  };
+  const BlockRef block = tiers.filled(1_MiB, 1);
+  const Event start = mark();
+  EXPECT_TRUE(tiers.device->copy(tiers.compute, Direction::kH2D, block->address, block->address, 1_MiB));
+  profile.add_run(SiteId{0}, start, mark());
+  ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+  const Snapshot snapshot = profile.summarize(sites);
+  EXPECT_GT(snapshot.sites[0].recompute_seconds, 0);
+  EXPECT_EQ(snapshot.sites[0].recompute_seconds, snapshot.sites[1].recompute_seconds);
+  EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0);
+}
+
+}  // namespace
+}  // namespace terrace

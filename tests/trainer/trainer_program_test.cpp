@@ -1,0 +1,184 @@
+// moe_trainer as a user starts it: exit codes, one-line errors, files, signals.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/paths.hpp"
+
+namespace terrace::trainer::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string contents(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+struct Ended {
+  int exit_code = -1;
+  std::string out, err;
+};
+
+class TrainerProgram : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::path(::testing::TempDir()) /
+              (std::string("trainer-") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    std::string text;
+    while (text.size() < 6000)
+      text += "Many a book is read twice, " + std::to_string(text.size() % 97) + " times.\n";
+    std::ofstream(folder_ / "text.txt") << text;
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  [[nodiscard]] std::string file(const char* name) const { return (folder_ / name).string(); }
+  // The tiny model on the sample text; later arguments win nothing, so name each flag once.
+  [[nodiscard]] std::vector<std::string> tiny(std::vector<std::string> more) const {
+    std::vector<std::string> arguments = {
+        "--config", (terrace::test::source_dir() / "examples/moe_trainer/configs/tiny.toml").string(),
+        "--data",   file("text.txt"),
+        "--device", "emulated"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  [[nodiscard]] pid_t start(const std::vector<std::string>& arguments) const {
+    const std::string program = terrace::test::program("moe_trainer").string();
+    std::vector<const char*> argv = {program.c_str()};
+    for (const std::string& argument : arguments) argv.push_back(argument.c_str());
+    argv.push_back(nullptr);
+    const std::string out = file("out");
+    const std::string err = file("err");
+    const pid_t child = fork();
+    if (child == 0) {
+      unsetenv("TERRACE_SOCKET");
+      unsetenv("TERRACE_POLICY");
+      if (std::freopen(out.c_str(), "w", stdout) == nullptr ||
+          std::freopen(err.c_str(), "w", stderr) == nullptr) {
+        _exit(99);
+      }
+      execv(program.c_str(), const_cast<char* const*>(argv.data()));
+      _exit(98);
+    }
+    return child;
+  }
+  [[nodiscard]] Ended wait_for(pid_t child) const {
+    int status = 0;
+    waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), contents(file("out")),
+            contents(file("err"))};
+  }
+  [[nodiscard]] Ended run(const std::vector<std::string>& arguments) const {
+    return wait_for(start(arguments));
+  }
+  [[nodiscard]] nlohmann::json result(const char* name) const {
+    return nlohmann::json::parse(contents(file(name)));
+  }
+
+  void expect_refused(const std::vector<std::string>& arguments, int exit_code,
+                      const std::string& says) const {
+    const Ended ended = run(arguments);
+    EXPECT_EQ(ended.exit_code, exit_code) << ended.err;
+    EXPECT_EQ(ended.err.rfind("moe_trainer: ", 0), 0U) << ended.err;
+    EXPECT_EQ(std::count(ended.err.begin(), ended.err.end(), '\n'), 1) << ended.err;
+    EXPECT_NE(ended.err.find(says), std::string::npos) << ended.err;
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(TrainerProgram, TrainsAndReports) {
+  const Ended ended = run(tiny({"--steps", "6", "--json", file("run.json"), "--recompute", "full"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.err, "") << "no progress bar where stderr is no terminal";
+  EXPECT_NE(ended.out.find("6 steps on"), std::string::npos) << ended.out;
+  const nlohmann::json json = result("run.json");
+  EXPECT_EQ(json["device"], "emulated");
+  EXPECT_EQ(json["steps"], 6);
+  ASSERT_EQ(json["losses"].size(), 6U);
+  ASSERT_EQ(json["losses_hex"].size(), 6U);
+  for (std::size_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(std::strtod(json["losses_hex"][i].get<std::string>().c_str(), nullptr),
+              static_cast<double>(json["losses"][i].get<float>()));
+  }
+  for (const char* key :
+       {"ms_per_step", "tokens_per_second", "hbm_peak_bytes", "hbm_live_peak_bytes", "budget_bytes"}) {
+    EXPECT_GT(json[key].get<double>(), 0) << key;
+  }
+  for (const char* key :
+       {"name", "ddr_peak_bytes", "cache_hits", "cache_misses", "cache_late", "stall_seconds", "plan"}) {
+    EXPECT_TRUE(json.contains(key)) << key;
+  }
+}
+
+TEST_F(TrainerProgram, RefusesBadInputInOneLine) {
+  expect_refused(tiny({"--hbm", "900GiB"}), 2, "device");
+  expect_refused(tiny({"--hbm", "many"}), 2, "--hbm");
+  expect_refused(tiny({"--device", "abacus"}), 2, "--device");
+  expect_refused(tiny({"--colour"}), 2, "--colour");
+  expect_refused(tiny({"--save-every", "3"}), 2, "--checkpoint");
+  expect_refused(tiny({"--policy", file("none.toml")}), 2, "none.toml");
+  expect_refused(tiny({"--resume", file("none.safetensors")}), 2, "none.safetensors");
+  expect_refused({"--data", file("none.txt")}, 2, "none.txt");
+  expect_refused({"--device", "emulated"}, 2, "--data");
+  std::ofstream(folder_ / "bad.toml") << "[model]\nlayres = 3\n";
+  expect_refused({"--data", file("text.txt"), "--config", file("bad.toml")}, 2,
+                 "bad.toml:2:1: model.layres: unknown key; did you mean \"layers\"?");
+  std::ofstream(folder_ / "empty.txt");
+  expect_refused({"--data", file("empty.txt")}, 2, "empty.txt: the file is empty");
+  std::ofstream(folder_ / "short.txt") << "short";
+  expect_refused({"--data", file("short.txt")}, 2, "a sequence needs 513");
+}
+
+TEST_F(TrainerProgram, SaysWhatMemoryWasMissing) {
+  expect_refused(tiny({"--hbm", "2MiB", "--steps", "1"}), 3, "hbm");
+}
+
+TEST_F(TrainerProgram, ResumesToTheSameLosses) {
+  ASSERT_EQ(run(tiny({"--steps", "6", "--json", file("whole.json")})).exit_code, 0);
+  ASSERT_EQ(
+      run(tiny({"--steps", "4", "--checkpoint", file("run.safetensors"), "--save-every", "2"})).exit_code, 0);
+  const Ended rest =
+      run(tiny({"--steps", "6", "--resume", file("run.safetensors"), "--json", file("rest.json")}));
+  ASSERT_EQ(rest.exit_code, 0) << rest.err;
+  const nlohmann::json whole = result("whole.json")["losses_hex"];
+  const nlohmann::json resumed = result("rest.json")["losses_hex"];
+  ASSERT_EQ(resumed.size(), 2U);
+  EXPECT_EQ(resumed[0], whole[4]);
+  EXPECT_EQ(resumed[1], whole[5]);
+  expect_refused(tiny({"--steps", "4", "--resume", file("run.safetensors")}), 2, "--steps");
+}
+
+TEST_F(TrainerProgram, StopsForASignalAndSaves) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    fs::remove(folder_ / "run.safetensors");
+    const pid_t child =
+        start(tiny({"--steps", "100000", "--checkpoint", file("run.safetensors"), "--save-every", "1"}));
+    while (!fs::exists(folder_ / "run.safetensors")) {
+      ASSERT_EQ(waitpid(child, nullptr, WNOHANG), 0) << contents(file("err"));
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    kill(child, signal);
+    const Ended ended = wait_for(child);
+    EXPECT_EQ(ended.exit_code, 128 + signal) << ended.err;
+    EXPECT_NE(ended.out.find("saved to"), std::string::npos) << ended.out;
+    EXPECT_EQ(run(tiny({"--resume", file("run.safetensors"), "--steps", "1"})).exit_code, 2)
+        << "it had done a step";
+  }
+}
+
+}  // namespace
+}  // namespace terrace::trainer::test
