@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "runtime/assert.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 
@@ -34,7 +35,6 @@ struct CopyEngine::Impl {
     Stream stream;
     std::mutex
         submitting;  // a batch is one run of operations on the stream, so that its events time it alone
-    std::array<std::atomic<std::uint64_t>, kCopyReasonCount> submitted{};
   };
 
   explicit Impl(Device& on) : device(on) {}
@@ -140,8 +140,9 @@ Result<CopyEngine::Ticket> CopyEngine::submit(Direction direction, Event after,
   ticket.started_ = *started;
   ticket.finished_ = *finished;
   for (const Transfer& transfer : batch) ticket.bytes_ += transfer.size;
-  lane.submitted[static_cast<std::size_t>(reason)].fetch_add(ticket.bytes_.count(),
-                                                             std::memory_order_relaxed);
+  ticket.direction_ = direction;
+  ticket.reason_ = reason;
+  metrics().add<Metric::kTransferBytes>(direction, reason, ticket.bytes_);
   impl_->tickets.fetch_add(1);
   return ticket;
 }
@@ -156,17 +157,13 @@ Result<double> CopyEngine::seconds(const Ticket& ticket) const {
   return impl_->device.seconds_between(ticket.started_, ticket.finished_);
 }
 
-Bytes CopyEngine::submitted(Direction direction, CopyReason reason) const {
-  TERRACE_CHECK(crosses_link(direction), "the copy engine counts h2d and d2h");
-  const auto& counts = impl_->lane(direction).submitted;
-  return Bytes(counts[static_cast<std::size_t>(reason)].load(std::memory_order_relaxed));
-}
-
 CopyEngine::Ticket::Ticket(Ticket&& other) noexcept
     : engine_(std::exchange(other.engine_, nullptr)),
       started_(other.started_),
       finished_(other.finished_),
-      bytes_(other.bytes_) {}
+      bytes_(other.bytes_),
+      direction_(other.direction_),
+      reason_(other.reason_) {}
 
 CopyEngine::Ticket& CopyEngine::Ticket::operator=(Ticket&& other) noexcept {
   if (this != &other) {
@@ -175,6 +172,8 @@ CopyEngine::Ticket& CopyEngine::Ticket::operator=(Ticket&& other) noexcept {
     started_ = other.started_;
     finished_ = other.finished_;
     bytes_ = other.bytes_;
+    direction_ = other.direction_;
+    reason_ = other.reason_;
   }
   return *this;
 }
@@ -182,6 +181,11 @@ CopyEngine::Ticket& CopyEngine::Ticket::operator=(Ticket&& other) noexcept {
 CopyEngine::Ticket::~Ticket() {
   if (engine_ == nullptr) return;
   Impl& impl = *engine_->impl_;
+  if (done()) {
+    if (const auto spent = engine_->seconds(*this)) {
+      metrics().add<Metric::kTransferSeconds>(direction_, reason_, *spent);
+    }
+  }
   impl.give_back(started_);
   impl.give_back(finished_);
   impl.tickets.fetch_sub(1);

@@ -32,7 +32,7 @@ class CopyEngine {
     Ticket() = default;
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
-    ~Ticket();  // gives the events back; the transfer itself goes on
+    ~Ticket();  // gives the events back; the transfer itself goes on, its time counted if it is done
     [[nodiscard]] bool valid() const { return engine_ != nullptr; }
     [[nodiscard]] bool done() const;
     [[nodiscard]] Status synchronize() const;  // the host waits
@@ -44,6 +44,8 @@ class CopyEngine {
     CopyEngine* engine_ = nullptr;
     Event started_, finished_;
     Bytes bytes_;
+    Direction direction_ = Direction::kH2D;
+    CopyReason reason_ = CopyReason::kSpill;
   };
 
   [[nodiscard]] static Result<std::unique_ptr<CopyEngine>> create(Device& device);
@@ -57,8 +59,6 @@ class CopyEngine {
   [[nodiscard]] Stream stream(Direction direction) const;  // kH2D or kD2H
   // Seconds the ticket's batch spent on the link. Precondition: ticket.done().
   [[nodiscard]] Result<double> seconds(const Ticket& ticket) const;
-  // Bytes submitted since creation. Wait-free.
-  [[nodiscard]] Bytes submitted(Direction direction, CopyReason reason) const;
 
  private:
   struct Impl;

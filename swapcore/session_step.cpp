@@ -255,7 +255,8 @@ Status Session::Impl::measure_link() {
 
 void Session::Impl::make_plan() {
   profile->enter(StepProfile::Phase::kEnd, 0, hbm->take_watermark());
-  const bool measured = device.synchronize(compute).ok() && measure_link().ok();
+  const bool measured = device.synchronize(compute).ok();
+  if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
   Snapshot snapshot = profile->summarize(sites);
   profile.reset();
   if (!measured || snapshot.layers.size() < layer_sites.size()) return;

@@ -1,6 +1,8 @@
 // A program as `terrace run` starts them: joins the daemon of its environment, counts a little, takes a lease
 // of DDR, and ends with the exit code it is given. With `hold` it first waits for SIGTERM, which ends it
 // with 42.
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +27,17 @@ int wait_for_sigterm() {
   return number == SIGTERM ? 42 : 1;
 }
 
+// The child's copy of the link does nothing; it says "forked" if that is so.
+[[noreturn]] void fork_and_wait(DaemonLink& link) {
+  if (::fork() == 0) {
+    const bool quiet =
+        link.lease(TierId::kDdr) == 0_B && !link.connected() && !link.request(TierId::kDdr, 1_B).ok();
+    std::puts(quiet ? "forked" : "the child has a lease");
+    std::fflush(stdout);
+  }
+  for (;;) ::pause();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -45,6 +58,7 @@ int main(int argc, char** argv) {
     metrics().add<Metric::kTransferBytes>(Direction::kD2H, CopyReason::kSpill, 5_MiB);
     metrics().add<Metric::kCacheFetches>(MetricKind::kGmm, FetchOutcome::kHit, 11);
     metrics().add<Metric::kSteps>(2);
+    if (argc > 1 && std::strcmp(argv[1], "fork") == 0) fork_and_wait(**link);
     if (argc > 1 && std::strcmp(argv[1], "hold") == 0) code = wait_for_sigterm();
   }
   detach_metrics();

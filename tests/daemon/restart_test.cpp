@@ -5,6 +5,7 @@
 #include "daemon/socket_claim.hpp"
 #include "tests/daemon/process.hpp"
 #include "tests/daemon/running_server.hpp"
+#include "tests/paths.hpp"
 
 namespace terrace {
 namespace {
@@ -103,36 +104,17 @@ TEST_F(RestartTest, NoDaemonIsSaidOnceAndNothingFails) {
   EXPECT_FALSE((*silent)->connected());
 }
 
-// A child of `client`'s process that takes a lease, forks a grandchild which keeps everything open, and is
-// killed.
 TEST_F(RestartTest, AKilledClientsLeasesComeBackAlsoWhereAForkedChildLivesOn) {
   RunningServer server(socket_, kLimits);
-  int alive[2] = {-1, -1};
-  ASSERT_EQ(::pipe2(alive, O_CLOEXEC), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    ::close(alive[1]);
-    TestClient client(socket_);
-    if (client.ask(TierId::kHbm, 6_GiB) != 6_GiB) ::_exit(1);
-    if (::fork() == 0) {
-      // The grandchild's copy of the link does nothing.
-      const bool quiet = client.link().lease(TierId::kHbm) == 0_B && !client.link().connected() &&
-                         !client.link().request(TierId::kHbm, 1_GiB).ok();
-      char ignored = 0;
-      if (quiet && ::read(alive[0], &ignored, 1) >= 0) ::_exit(0);
-      ::_exit(1);
-    }
-    ::pause();
-    ::_exit(1);
-  }
-  ::close(alive[0]);
-  EXPECT_TRUE(eventually([&] { return server.leased(TierId::kHbm) == 6_GiB; }));
-  ::kill(child, SIGKILL);
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_TRUE(eventually([&] { return server.leased(TierId::kHbm) == 0_B; }));
+  test::ChildProcess client({test::program("terrace_test_client").string(), "fork"},
+                            {{"TERRACE_SOCKET", socket_}});
+  ASSERT_TRUE(eventually([&] { return client.out() == "forked\n"; })) << client.out() << client.err();
+  EXPECT_EQ(server.leased(TierId::kDdr), 1_MiB);
+  client.kill(SIGKILL);
+  EXPECT_EQ(client.wait(), 128 + SIGKILL);
+  EXPECT_TRUE(eventually([&] { return server.leased(TierId::kDdr) == 0_B; }));
   EXPECT_EQ(server.clients(), 0U);
-  ::close(alive[1]);
+  EXPECT_EQ(::kill(-client.pid(), SIGKILL), 0) << "the forked child is in the same group and still lives";
 }
 
 TEST_F(RestartTest, OneDaemonASocket) {

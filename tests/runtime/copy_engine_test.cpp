@@ -11,6 +11,7 @@
 
 #include "runtime/emulated/emulated_device.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
@@ -20,6 +21,7 @@ constexpr Bytes kBlock = 256_KiB;
 class CopyEngineTest : public testing::Test {
  protected:
   void SetUp() override {
+    metrics().clear();
     device_ = EmulatedDevice::create({.capacity = 16_MiB}).value();
     hbm_ = device_->reserve(4 * kBlock).value();
     physical_ = device_->create_physical(4 * kBlock).value();
@@ -32,6 +34,10 @@ class CopyEngineTest : public testing::Test {
     device_->release(hbm_, 4 * kBlock);
     EXPECT_EQ(device_->live_streams(), 0);
     EXPECT_EQ(device_->live_events(), 0);
+  }
+  // What the metrics say was sent since the test began.
+  [[nodiscard]] static Bytes moved(Direction direction, CopyReason reason) {
+    return Bytes(metrics().value<Metric::kTransferBytes>(direction, reason));
   }
   [[nodiscard]] Address hbm(std::uint64_t block) const { return hbm_ + block * kBlock.count(); }
   [[nodiscard]] Address host(std::uint64_t block) { return host_.data() + block * kBlock.count(); }
@@ -48,7 +54,7 @@ TEST_F(CopyEngineTest, ABatchIsDoneWhenItsTicketIs) {
   std::memset(hbm(1), 2, kBlock.count());
   const std::array batch = {Transfer{.to = host(0), .from = hbm(1), .size = kBlock},
                             Transfer{.to = host(1), .from = hbm(0), .size = kBlock}};
-  const auto ticket = engine->submit(Direction::kD2H, Event{}, batch, CopyReason::kSpill);
+  auto ticket = engine->submit(Direction::kD2H, Event{}, batch, CopyReason::kSpill);
   ASSERT_TRUE(ticket.ok());
   EXPECT_TRUE(ticket->valid());
   EXPECT_EQ(ticket->bytes(), 2 * kBlock);
@@ -57,9 +63,11 @@ TEST_F(CopyEngineTest, ABatchIsDoneWhenItsTicketIs) {
   EXPECT_EQ(host(0)[7], std::byte{2});
   EXPECT_EQ(host(1)[7], std::byte{1});
   EXPECT_GT(*engine->seconds(*ticket), 0);
-  EXPECT_EQ(engine->submitted(Direction::kD2H, CopyReason::kSpill), 2 * kBlock);
-  EXPECT_EQ(engine->submitted(Direction::kD2H, CopyReason::kRestore), 0_B);
-  EXPECT_EQ(engine->submitted(Direction::kH2D, CopyReason::kSpill), 0_B);
+  { const auto gone = std::move(*ticket); }
+  EXPECT_GT(metrics().value<Metric::kTransferSeconds>(Direction::kD2H, CopyReason::kSpill), 0U);
+  EXPECT_EQ(moved(Direction::kD2H, CopyReason::kSpill), 2 * kBlock);
+  EXPECT_EQ(moved(Direction::kD2H, CopyReason::kRestore), 0_B);
+  EXPECT_EQ(moved(Direction::kH2D, CopyReason::kSpill), 0_B);
 }
 
 TEST_F(CopyEngineTest, StartsOnlyAfterTheEventAndOthersWaitForTheTicket) {
@@ -145,7 +153,7 @@ TEST_F(CopyEngineTest, AFailedBatchMovesNothingLater) {
   ASSERT_TRUE(other.ok());
   ASSERT_TRUE(other->synchronize().ok());
   EXPECT_EQ(hbm(0)[kBlock.count() - 1], std::byte{7});
-  EXPECT_EQ(engine->submitted(Direction::kH2D, CopyReason::kRestore), 0_B);
+  EXPECT_EQ(moved(Direction::kH2D, CopyReason::kRestore), 0_B);
 }
 
 TEST_F(CopyEngineTest, ManyThreadsSubmit) {
@@ -168,7 +176,7 @@ TEST_F(CopyEngineTest, ManyThreadsSubmit) {
       });
     }
   }
-  EXPECT_EQ(engine->submitted(Direction::kH2D, CopyReason::kRestore), 40 * kBlock);
+  EXPECT_EQ(moved(Direction::kH2D, CopyReason::kRestore), 40 * kBlock);
 }
 
 TEST(CopyReasons, EachHasItsOwnName) {

@@ -39,10 +39,10 @@ Taps load_taps(const float* w, std::int64_t channels, std::int64_t taps) {
 }
 
 // The number of taps as the compiler knows it: the usual count unrolls, any other is looped over.
-template <std::int64_t kKnown>
+template <std::int64_t Known>
 struct TapCount {
   std::int64_t asked;
-  [[nodiscard]] std::int64_t count() const { return kKnown > 0 ? kKnown : asked; }
+  [[nodiscard]] std::int64_t count() const { return Known > 0 ? Known : asked; }
 };
 template <typename Body>
 void with_tap_count(std::int64_t taps, Body&& body) {

@@ -47,10 +47,10 @@ std::size_t workspace_bytes(const KdaSizes& sizes) {
 }
 
 // (m, n) += or = rows times rows transposed: both tiles have `width` columns.
-template <Into kInto>
+template <Into Mode>
 void outer(std::int64_t width, const float* a, const float* b, Workspace& work, float* out) {
   transpose({kRows, width}, {b, width}, {work.columns, kRows});
-  multiply<kInto>({kRows, kRows, width}, {a, width, 1}, {work.columns, kRows}, {out, kRows});
+  multiply<Mode>({kRows, kRows, width}, {a, width, 1}, {work.columns, kRows}, {out, kRows});
 }
 
 // x = (I + L)^-T x, last row first.

@@ -73,16 +73,16 @@ void running_products(const KdaSizes& sizes, KdaChunk& chunk) {
   }
 }
 
-// For one column j of the chunk's two matrices: sums over kVectors * 8 channels, added to the lane sums.
-template <int kVectors>
+// For one column j of the chunk's two matrices: sums over Vectors * 8 channels, added to the lane sums.
+template <int Vectors>
 void pair_sums(const KdaChunk& chunk, std::int64_t width, std::int64_t j, std::int64_t c, Vec* with_q,
                Vec* with_k) {
-  Vec decayed[kVectors];
-  for (int n = 0; n < kVectors; ++n) decayed[n] = load(chunk.k + j * width + c + n * kLanes);
+  Vec decayed[Vectors];
+  for (int n = 0; n < Vectors; ++n) decayed[n] = load(chunk.k + j * width + c + n * kLanes);
   for (std::int64_t i = j; i < kRows; ++i) {
     const std::int64_t at = i * width + c;
     Vec sum_q = zero(), sum_k = zero();
-    for (int n = 0; n < kVectors; ++n) {
+    for (int n = 0; n < Vectors; ++n) {
       if (i > j) decayed[n] *= load(chunk.decay + at + n * kLanes);
       sum_q += load(chunk.q + at + n * kLanes) * decayed[n];
       sum_k += load(chunk.k + at + n * kLanes) * decayed[n];

@@ -28,7 +28,7 @@ struct Extent {
 
 enum class Into : std::uint8_t { kSet, kAdd, kSubtract };
 
-template <Into kInto>
+template <Into Mode>
 inline void tile_4x16(const Left& a, const Right& b, const Out& c, std::int64_t depth) {
   Vec acc[4][2] = {};
   const float* a0 = a.at;
@@ -44,20 +44,20 @@ inline void tile_4x16(const Left& a, const Right& b, const Out& c, std::int64_t 
   for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 2; ++j) {
       float* at = c.at + i * c.row + j * 8;
-      if constexpr (kInto == Into::kSet) store(at, acc[i][j]);
-      if constexpr (kInto == Into::kAdd) store(at, load(at) + acc[i][j]);
-      if constexpr (kInto == Into::kSubtract) store(at, load(at) - acc[i][j]);
+      if constexpr (Mode == Into::kSet) store(at, acc[i][j]);
+      if constexpr (Mode == Into::kAdd) store(at, load(at) + acc[i][j]);
+      if constexpr (Mode == Into::kSubtract) store(at, load(at) - acc[i][j]);
     }
   }
 }
 
 // C (m, n) = or += or -= A (m, k) B (k, n); m a multiple of 4, n of 16.
-template <Into kInto>
+template <Into Mode>
 inline void multiply(const Extent& size, const Left& a, const Right& b, const Out& c) {
   for (std::int64_t j = 0; j < size.n; j += 16) {
     for (std::int64_t i = 0; i < size.m; i += 4) {
-      tile_4x16<kInto>({a.at + i * a.row, a.row, a.column}, {b.at + j, b.row}, {c.at + i * c.row + j, c.row},
-                       size.k);
+      tile_4x16<Mode>({a.at + i * a.row, a.row, a.column}, {b.at + j, b.row}, {c.at + i * c.row + j, c.row},
+                      size.k);
     }
   }
 }
