@@ -27,11 +27,12 @@ function(terrace_test name)
     set(ARG_TIMEOUT 300)
   endif()
   add_executable(${name} ${ARG_SOURCES})
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
   target_link_libraries(${name} PRIVATE ${ARG_LINKS} GTest::gtest GTest::gmock GTest::gtest_main Threads::Threads)
-  target_compile_definitions(${name} PRIVATE TERRACE_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
-                                             TERRACE_BUILD_DIR="${PROJECT_BINARY_DIR}")
   add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_BINARY_DIR})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
                        ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
+
+# In a header, not on the command line: only the tests that ask are compiled anew in another folder.
+configure_file(${PROJECT_SOURCE_DIR}/cmake/build_paths.hpp.in ${PROJECT_BINARY_DIR}/generated/build_paths.hpp @ONLY)

@@ -48,7 +48,8 @@ Result<Server::Options> options_from(const CommandLine& line) {
   if (policy->hbm.budget.form == Amount::Form::kBytes)
     options.registry.hbm_per_device = policy->hbm.budget.bytes;
   const auto limits = memory_limits();
-  const Bytes host = limits ? limits->usable : Bytes();  // unknown: no DDR to lease but what is named in bytes
+  const Bytes host =
+      limits ? limits->usable : Bytes();  // unknown: no DDR to lease but what is named in bytes
   Bytes ddr = policy->ddr.budget.resolve(host, host / 2);
   if (!line.hbm.empty()) {
     const auto bytes = bytes_from(line.hbm);

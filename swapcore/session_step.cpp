@@ -1,6 +1,5 @@
 // A step as the session sees it: what is kept, what is asked for again, when what left comes back.
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <utility>
 
@@ -274,14 +273,13 @@ void Session::Impl::make_plan() {
 std::string Session::plan_summary() const {
   const Impl& self = *impl_;
   if (!self.plan) return self.caching() ? "no plan yet: the second step is measured" : "swap core is off";
-  std::array<int, 3> count{};
-  for (const Placement placement : self.plan->placements) ++count[static_cast<std::size_t>(placement)];
   char text[256];
+  const Plan& plan = *self.plan;
   std::snprintf(text, sizeof text,
-                "%d outputs in HBM (%s), %d in DDR (%s), %d computed again: %.1f of %.1f ms saved", count[1],
-                format_bytes(self.plan->hbm_bytes).c_str(), count[2],
-                format_bytes(self.plan->ddr_bytes).c_str(), count[0], self.plan->saved_seconds * 1e3,
-                (self.plan->saved_seconds + self.plan->recompute_seconds) * 1e3);
+                "%d outputs in HBM (%s), %d in DDR (%s), %d computed again: %.1f of %.1f ms saved",
+                plan.hbm_sites, format_bytes(plan.hbm_bytes).c_str(), plan.ddr_sites,
+                format_bytes(plan.ddr_bytes).c_str(), plan.recomputed_sites, plan.saved_seconds * 1e3,
+                (plan.saved_seconds + plan.recompute_seconds) * 1e3);
   return text;
 }
 

@@ -1,10 +1,12 @@
-// Where a test finds the sources and the build: as compiled, or as TERRACE_SOURCE_DIR and TERRACE_BUILD_DIR in
-// the environment say. A bundle carries tests to a machine on which the compiled-in folders do not exist, so a
-// test that opens a file or starts a program asks here.
+// Where a test finds the sources and the build: as compiled, or as TERRACE_SOURCE_DIR and TERRACE_BUILD_DIR
+// in the environment say. A bundle carries tests to a machine on which the compiled-in folders do not exist,
+// so a test that opens a file or starts a program asks here.
 #pragma once
 
 #include <cstdlib>
 #include <filesystem>
+
+#include "build_paths.hpp"
 
 namespace terrace::test {
 

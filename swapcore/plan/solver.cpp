@@ -1,7 +1,6 @@
 #include "swapcore/plan/solver.hpp"
 
 #include <algorithm>
-#include <numeric>
 
 namespace terrace {
 namespace {
@@ -119,9 +118,11 @@ Plan solve(const Snapshot& snapshot, const Policy& policy) {
   const auto& sites = snapshot.sites;
   Plan plan;
   plan.placements.assign(sites.size(), Placement::kRecompute);
-  plan.recompute_seconds =
-      std::accumulate(sites.begin(), sites.end(), 0.0,
-                      [](double sum, const SiteCost& site) { return sum + site.recompute_seconds; });
+  for (const SiteCost& site : sites) {
+    if (site.bytes == 0_B) continue;
+    plan.recompute_seconds += site.recompute_seconds;
+    ++plan.recomputed_sites;
+  }
   if (policy.swapcore.mode == SwapMode::kOff) return plan;
 
   Room room(snapshot);
@@ -132,6 +133,8 @@ Plan solve(const Snapshot& snapshot, const Policy& policy) {
       if (!may_use(sites[i], placement, policy.swapcore.mode) || !place(sites[i])) continue;
       plan.placements[i] = placement;
       (placement == Placement::kHbm ? plan.hbm_bytes : plan.ddr_bytes) += sites[i].bytes;
+      ++(placement == Placement::kHbm ? plan.hbm_sites : plan.ddr_sites);
+      --plan.recomputed_sites;
       plan.saved_seconds += sites[i].recompute_seconds;
       plan.recompute_seconds -= sites[i].recompute_seconds;
     }

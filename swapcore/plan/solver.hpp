@@ -44,10 +44,11 @@ struct Snapshot {
 };
 
 struct Plan {
-  std::vector<Placement> placements;  // as Snapshot::sites
-  Bytes hbm_bytes, ddr_bytes;         // held at the end of forward
-  double saved_seconds = 0;           // of recomputation, per micro-batch
-  double recompute_seconds = 0;       // what is left of it
+  std::vector<Placement> placements;                       // as Snapshot::sites
+  int hbm_sites = 0, ddr_sites = 0, recomputed_sites = 0;  // of those that are offered at all
+  Bytes hbm_bytes, ddr_bytes;                              // held at the end of forward
+  double saved_seconds = 0;                                // of recomputation, per micro-batch
+  double recompute_seconds = 0;                            // what is left of it
 };
 
 // Greedy by recompute time per byte: O(n log n + n * layers). Never exceeds a limit of the snapshot.

@@ -94,7 +94,10 @@ TEST(Solver, ModesAreObeyed) {
 TEST(Solver, OutputsNeverOfferedHaveNoPlace) {
   Snapshot snapshot = make_snapshot(1, 2);
   snapshot.sites[0].bytes = 0_B;
-  EXPECT_EQ(solve(snapshot, Policy{}).placements[0], Placement::kRecompute);
+  const Plan plan = solve(snapshot, Policy{});
+  EXPECT_EQ(plan.placements[0], Placement::kRecompute);
+  EXPECT_EQ(plan.recomputed_sites, 0) << "what is never offered is not counted as computed again";
+  EXPECT_EQ(plan.recompute_seconds, 0);
 }
 
 // Whatever the numbers, at every position what is held stays under what is left there.

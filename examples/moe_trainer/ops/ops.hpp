@@ -354,6 +354,7 @@ struct AdamW {
 class Ops {
  public:
   virtual ~Ops() = default;
+  // clang-format off
 #define TERRACE_TRAINER_OPS(APPLY)                                                                    \
   APPLY(Matmul)                                                                                       \
   APPLY(GroupedWeightGradient) APPLY(RmsNorm) APPLY(RmsNormBackward) APPLY(GatedRmsNorm)              \
@@ -363,6 +364,7 @@ class Ops {
                   APPLY(SumRows) APPLY(SumRowsBackward) APPLY(SituGlu) APPLY(SituGluBackward)         \
                       APPLY(BalanceBias) APPLY(Add) APPLY(Embedding) APPLY(EmbeddingBackward)         \
                           APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW)
+// clang-format on
 #define TERRACE_DECLARE_OP(Op) virtual void run(Stream stream, const Op& op) = 0;
   TERRACE_TRAINER_OPS(TERRACE_DECLARE_OP)
 #undef TERRACE_DECLARE_OP
