@@ -16,7 +16,16 @@ namespace {
 
 constexpr Bytes kPage = 4_KiB;
 
-// Host memory on the wanted node, every page present, so that pinning finds it in place.
+void place(void* slab, Bytes size, const std::vector<int>& nodes) {
+  if (nodes.empty() || numa_available() < 0) return;
+  if (nodes.size() == 1) return numa_tonode_memory(slab, size.count(), nodes.front());
+  bitmask* mask = numa_allocate_nodemask();
+  for (const int node : nodes) numa_bitmask_setbit(mask, static_cast<unsigned>(node));
+  numa_interleave_memory(slab, size.count(), mask);
+  numa_free_nodemask(mask);
+}
+
+// Host memory on the wanted nodes, every page present, so that pinning finds it in place.
 Result<Address> map_slab(Bytes size, const DdrPool::Options& options) {
   void* slab = fault_point(FaultPoint::kHostMap)
                    ? MAP_FAILED
@@ -27,8 +36,7 @@ Result<Address> map_slab(Bytes size, const DdrPool::Options& options) {
   }
   // Both are requests: without huge pages or on another node the memory is slower, not wrong.
   if (options.hugepages) (void)madvise(slab, size.count(), MADV_HUGEPAGE);
-  if (options.numa_node >= 0 && numa_available() >= 0)
-    numa_tonode_memory(slab, size.count(), options.numa_node);
+  place(slab, size, options.numa_nodes);
   auto* bytes = static_cast<volatile unsigned char*>(slab);
   for (std::uint64_t at = 0; at < size.count(); at += kPage.count()) bytes[at] = 0;
   return static_cast<Address>(slab);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "allocator/block_table.hpp"
 #include "runtime/device.hpp"
@@ -17,7 +18,8 @@ class DdrPool {
   struct Options {
     Bytes budget;         // pinned bytes, never exceeded; zero: every allocation is refused
     Bytes slab = 64_MiB;  // least bytes pinned at a time
-    int numa_node = -1;   // bind slabs here; -1: wherever first touch puts them
+    std::vector<int>
+        numa_nodes{};  // bind slabs to one, interleave over several; none: wherever first touch puts them
     bool hugepages = true;
   };
   [[nodiscard]] static Result<std::unique_ptr<DdrPool>> create(Device& device, Options options);

@@ -13,12 +13,33 @@
 namespace terrace {
 namespace {
 
-// Where pinned memory should be; -1: wherever first touch puts it. A machine that hwloc can't read has one
-// such place.
-int numa_node_of(const DeviceInfo& device, const Policy& policy) {
-  if (policy.ddr.numa != NumaMode::kNearest || device.pci.empty()) return -1;
+// The nodes that pinned memory goes to; none: wherever first touch puts it. A machine that hwloc can't read
+// has one such place. Errors: kInvalidArgument where the policy names a node that is not there.
+Result<std::vector<int>> numa_nodes_of(const DeviceInfo& device, const Policy& policy) {
   const auto topology = Topology::of_this_machine();
-  return topology ? topology->node_near(device.pci).value_or(-1) : -1;
+  std::vector<int> present;
+  if (topology) {
+    for (const NumaNode& node : topology->nodes()) present.push_back(node.index);
+  }
+  switch (policy.ddr.numa) {
+    case NumaMode::kInterleave:
+      return present;
+    case NumaMode::kNearest: {
+      const auto near = topology && !device.pci.empty() ? topology->node_near(device.pci) : std::nullopt;
+      return near ? std::vector<int>{*near} : std::vector<int>{};
+    }
+    case NumaMode::kNodes:
+      break;
+  }
+  for (const int wanted : policy.ddr.nodes) {
+    if (std::find(present.begin(), present.end(), wanted) != present.end()) continue;
+    return Error{Errc::kInvalidArgument,
+                 "ddr.numa: this machine has no NUMA node " + std::to_string(wanted) +
+                     "; `numactl --hardware` lists them, and \"nearest\" fits every machine",
+                 {},
+                 {}};
+  }
+  return policy.ddr.nodes;
 }
 
 }  // namespace
@@ -56,9 +77,11 @@ Status Session::Impl::open_pools() {
   auto hbm_pool = HbmPool::create(device, {.budget = budgets.hbm});
   if (!hbm_pool) return std::move(hbm_pool).error();
   hbm = std::move(hbm_pool).value();
-  auto ddr_pool = DdrPool::create(device, {.budget = budgets.ddr,
-                                           .numa_node = numa_node_of(device.info(), policy),
-                                           .hugepages = policy.ddr.hugepages});
+  auto nodes = numa_nodes_of(device.info(), policy);
+  if (!nodes) return std::move(nodes).error();
+  auto ddr_pool = DdrPool::create(
+      device,
+      {.budget = budgets.ddr, .numa_nodes = std::move(nodes).value(), .hugepages = policy.ddr.hugepages});
   if (!ddr_pool) return std::move(ddr_pool).error();
   ddr = std::move(ddr_pool).value();
   auto engine = CopyEngine::create(device);

@@ -1,6 +1,8 @@
 #include "allocator/ddr_pool.hpp"
 
 #include <gtest/gtest.h>
+#include <numa.h>
+#include <numaif.h>
 
 #include <cstring>
 #include <random>
@@ -65,6 +67,24 @@ TEST_F(DdrPoolTest, ARefusedPinOrMapLeavesNothingBehind) {
     }
     EXPECT_EQ(pool->usage().mapped, 0_B);
     const Block block = *pool->allocate(1_MiB, Pool::kActivation);
+    pool->free(block);
+  }
+}
+
+TEST_F(DdrPoolTest, SlabsAreBoundToTheNodeNamed) {
+  int mode = MPOL_DEFAULT;
+  if (numa_available() < 0 || get_mempolicy(&mode, nullptr, 0, nullptr, 0) != 0) {
+    GTEST_SKIP() << "this system lets nobody ask where memory is";
+  }
+  for (const bool bound : {false, true}) {
+    auto pool =
+        std::move(DdrPool::create(*device_, {.budget = 2_MiB,
+                                             .slab = 1_MiB,
+                                             .numa_nodes = bound ? std::vector<int>{0} : std::vector<int>{}}))
+            .value();
+    const Block block = *pool->allocate(100_KiB, Pool::kActivation);
+    ASSERT_EQ(get_mempolicy(&mode, nullptr, 0, block.address, MPOL_F_ADDR), 0);
+    EXPECT_EQ(mode != MPOL_DEFAULT, bound);
     pool->free(block);
   }
 }

@@ -205,6 +205,14 @@ TEST_F(SessionTest, ABudgetLargerThanTheDeviceIsRefused) {
   EXPECT_EQ(session.error().code, Errc::kInvalidArgument);
 }
 
+TEST_F(SessionTest, ANumaNodeThatIsNotThereIsRefused) {
+  policy_.ddr.numa = NumaMode::kNodes;
+  policy_.ddr.nodes = {0, 4000};
+  auto session = Session::open(*device_, {.policy = policy_, .join_daemon = false, .compute = compute_});
+  ASSERT_FALSE(session);
+  EXPECT_NE(session.error().text.find("no NUMA node 4000"), std::string::npos) << session.error().text;
+}
+
 // Every output is right and the budget holds, whichever call fails: a miss at worst.
 TEST_F(SessionTest, NoFailedCallChangesAByte) {
   policy_.hbm.budget = Amount::of(12_MiB);

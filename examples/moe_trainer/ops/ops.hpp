@@ -355,15 +355,14 @@ class Ops {
  public:
   virtual ~Ops() = default;
   // clang-format off
-#define TERRACE_TRAINER_OPS(APPLY)                                                                    \
-  APPLY(Matmul)                                                                                       \
-  APPLY(GroupedWeightGradient) APPLY(RmsNorm) APPLY(RmsNormBackward) APPLY(GatedRmsNorm)              \
-      APPLY(GatedRmsNormBackward) APPLY(LayerNorm) APPLY(LayerNormBackward) APPLY(CausalConv)         \
-          APPLY(CausalConvBackward) APPLY(Kda) APPLY(KdaBackward) APPLY(DsaSelect) APPLY(Dsa)         \
-              APPLY(DsaBackward) APPLY(Router) APPLY(RouterBackward) APPLY(Permute) APPLY(GatherRows) \
-                  APPLY(SumRows) APPLY(SumRowsBackward) APPLY(SituGlu) APPLY(SituGluBackward)         \
-                      APPLY(BalanceBias) APPLY(Add) APPLY(Embedding) APPLY(EmbeddingBackward)         \
-                          APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW)
+#define TERRACE_TRAINER_OPS(APPLY)                                                                  \
+  APPLY(Matmul) APPLY(GroupedWeightGradient) APPLY(RmsNorm) APPLY(RmsNormBackward)                  \
+  APPLY(GatedRmsNorm) APPLY(GatedRmsNormBackward) APPLY(LayerNorm) APPLY(LayerNormBackward)         \
+  APPLY(CausalConv) APPLY(CausalConvBackward) APPLY(Kda) APPLY(KdaBackward)                         \
+  APPLY(DsaSelect) APPLY(Dsa) APPLY(DsaBackward) APPLY(Router) APPLY(RouterBackward)                \
+  APPLY(Permute) APPLY(GatherRows) APPLY(SumRows) APPLY(SumRowsBackward)                            \
+  APPLY(SituGlu) APPLY(SituGluBackward) APPLY(BalanceBias) APPLY(Add)                               \
+  APPLY(Embedding) APPLY(EmbeddingBackward) APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW)
 // clang-format on
 #define TERRACE_DECLARE_OP(Op) virtual void run(Stream stream, const Op& op) = 0;
   TERRACE_TRAINER_OPS(TERRACE_DECLARE_OP)
