@@ -9,7 +9,9 @@
 
 #include "allocator/extent_map.hpp"
 #include "runtime/assert.hpp"
+#include "runtime/clock.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
@@ -85,12 +87,14 @@ Result<Slab*> DdrPool::Impl::slab_for(Bytes span, Pool pool) {
 }
 
 Result<Slab*> DdrPool::Impl::pin_slab(Bytes size) {
+  const Nanoseconds began = steady_clock().now();
   auto base = map_slab(size, options);
   if (!base) return std::move(base).error();
   if (auto pinned = device.pin(*base, size); !pinned) {
     munmap(*base, size.count());
     return pinned.error();
   }
+  metrics().add<Metric::kPinSeconds>(steady_clock().now() - began);
   auto slab = std::make_unique<Slab>(Slab{*base, size, {}});
   slab->free.insert({0, size, 0});
   usage.set_mapped(usage.mapped + size);

@@ -7,6 +7,8 @@
 
 #include "allocator/chunk_range.hpp"
 #include "runtime/assert.hpp"
+#include "runtime/clock.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
@@ -86,11 +88,13 @@ Status HbmPool::Impl::order_behind(Stream stream, std::uint64_t pending) {
 
 // Waits on the host: physical memory is about to move.
 Status HbmPool::Impl::finish(std::uint64_t pending) {
+  const Nanoseconds began = steady_clock().now();
   for (; pending != 0; pending &= pending - 1) {
     const Stream other = streams[static_cast<std::size_t>(std::countr_zero(pending))];
     if (auto recorded = device.record(other, fence); !recorded) return recorded;
     if (auto done = device.synchronize(fence); !done) return done;
   }
+  metrics().add<Metric::kStallSeconds>(StallReason::kBudget, steady_clock().now() - began);
   return {};
 }
 

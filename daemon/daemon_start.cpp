@@ -17,6 +17,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kStartPatience{10000};
+constexpr milliseconds kFarewellPatience{2000};
+constexpr milliseconds kPause{20};
 
 std::vector<std::string> arguments_of(const DaemonStart& start) {
   std::vector<std::string> arguments{start.program.string(), "--socket", start.socket, "--exit-when-idle",
@@ -42,6 +44,7 @@ Result<pid_t> spawn(const DaemonStart& start, const std::string& log) {
     ::dup2(nothing.get(), STDIN_FILENO);
     ::dup2(nothing.get(), STDOUT_FILENO);
     ::dup2(errors, STDERR_FILENO);
+    ::close_range(STDERR_FILENO + 1, ~0U, 0);
     if (::chdir("/") != 0) ::_exit(126);
     ::execv(argv[0], argv.data());
     ::_exit(127);
@@ -58,10 +61,22 @@ std::string last_line_of(const std::string& path) {
   return last;
 }
 
+// A daemon that stops for want of clients hangs up on the one who comes at that moment: that is no answer
+// yet.
+Result<Observer> join_once_settled(const std::string& socket) {
+  const auto deadline = std::chrono::steady_clock::now() + kFarewellPatience;
+  auto joined = Observer::connect(socket);
+  while (!joined && joined.error().code == Errc::kIo && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kPause);
+    joined = Observer::connect(socket);
+  }
+  return joined;
+}
+
 }  // namespace
 
 Result<Observer> join_or_start_daemon(const DaemonStart& start) {
-  auto joined = Observer::connect(start.socket);
+  auto joined = join_once_settled(start.socket);
   if (joined || joined.error().code != Errc::kNotFound) return joined;
   std::error_code error;
   if (!std::filesystem::exists(start.program, error)) {
@@ -80,7 +95,7 @@ Result<Observer> join_or_start_daemon(const DaemonStart& start) {
     if (ended) break;  // and nobody else has started one in the meantime
     int status = 0;
     ended = ::waitpid(*child, &status, WNOHANG) == *child;
-    std::this_thread::sleep_for(milliseconds(20));
+    std::this_thread::sleep_for(kPause);
   }
   const std::string said = last_line_of(log);
   return Error{Errc::kIo, said.empty() ? "terraced does not answer at " + start.socket : said};

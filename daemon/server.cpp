@@ -309,7 +309,11 @@ Result<std::unique_ptr<Server>> Server::open(Options options) {
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Server::~Server() { impl_->http.reset(); }  // before what it serves
-Status Server::run() { return impl_->loop(); }
+Status Server::run() {
+  Status ended = impl_->loop();
+  if (!impl_->clients.view().live.empty()) impl_->claim.leave_behind();
+  return ended;
+}
 void Server::stop() noexcept {
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(impl_->stop.get(), &one, sizeof one);

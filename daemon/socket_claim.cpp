@@ -53,7 +53,7 @@ Result<SocketClaim> SocketClaim::claim(const std::string& path) {
 }
 
 SocketClaim::~SocketClaim() {
-  if (lock_.valid() && !path_.empty()) ::unlink(path_.c_str());
+  if (lock_.valid() && !path_.empty() && !leave_behind_) ::unlink(path_.c_str());
 }
 
 }  // namespace terrace

@@ -18,11 +18,13 @@ class SocketClaim {
   [[nodiscard]] static Result<SocketClaim> claim(const std::string& path);
   SocketClaim(SocketClaim&&) noexcept = default;
   SocketClaim& operator=(SocketClaim&&) = delete;
-  ~SocketClaim();  // removes the socket, lets go of the lock
+  ~SocketClaim();  // removes the socket unless it is left behind, lets go of the lock
 
   [[nodiscard]] int fd() const { return listening_.get(); }  // non-blocking
   [[nodiscard]] const std::string& path() const { return path_; }
-  // A predecessor was killed: its clients may come back with what they hold.
+  // For the successor to know that clients of this daemon live on and will come back with what they hold.
+  void leave_behind() { leave_behind_ = true; }
+  // A predecessor was killed, or left its clients: they may come back with what they hold.
   [[nodiscard]] bool replaced_stale() const { return replaced_stale_; }
 
  private:
@@ -31,6 +33,7 @@ class SocketClaim {
   OwnedFd lock_;
   OwnedFd listening_;
   bool replaced_stale_ = false;
+  bool leave_behind_ = false;
 };
 
 }  // namespace terrace

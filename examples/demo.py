@@ -365,7 +365,7 @@ def options_of(arguments):
     parser.add_argument("--build", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--out", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--config", help="the model, in TOML (default: the trainer's)")
     parser.add_argument("--budget-share", type=float, default=BUDGET_SHARE,

@@ -85,7 +85,9 @@ Status ResidencyStore::spill(const EntryKey& key) {
   Status ready = parts_.device.record(parts_.compute, fence_);
   if (ready) {
     const Transfer transfer{room->address, entry.hbm->address, entry.size};
-    auto copy = parts_.copies.submit(Direction::kD2H, fence_, {&transfer, 1}, CopyReason::kSpill);
+    const bool saved = key.what == EntryKey::What::kSaved;
+    auto copy = parts_.copies.submit(Direction::kD2H, fence_, {&transfer, 1},
+                                     saved ? CopyReason::kOffload : CopyReason::kSpill);
     if (copy) {
       entry.copy = std::move(copy).value();
       entry.ddr = *room;
@@ -101,14 +103,14 @@ Status ResidencyStore::spill(const EntryKey& key) {
 }
 
 // HBM for the bytes, ordered on the copy stream behind whatever used that range before, then the copy.
-Status ResidencyStore::start_restore(Entry& entry) {
+Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
   const Stream link = parts_.copies.stream(Direction::kH2D);
   auto room = parts_.hbm.allocate(link, entry.size, entry.ddr->pool);
   if (!room) return room.error();
   Status ready = parts_.device.record(parts_.compute, fence_);
   if (ready) {
     const Transfer transfer{room->address, entry.ddr->address, entry.size};
-    auto copy = parts_.copies.submit(Direction::kH2D, fence_, {&transfer, 1}, CopyReason::kRestore);
+    auto copy = parts_.copies.submit(Direction::kH2D, fence_, {&transfer, 1}, reason);
     if (copy) {
       entry.copy = std::move(copy).value();
       entry.hbm = wrap(*room);
@@ -138,7 +140,9 @@ Status ResidencyStore::restore(const EntryKey& key) {
     case Residency::kInDdr:
       break;
   }
-  if (auto started = start_restore(entry); !started) return started;
+  const bool saved = key.what == EntryKey::What::kSaved;
+  if (auto started = start_restore(entry, saved ? CopyReason::kFetch : CopyReason::kRestore); !started)
+    return started;
   hold(key, entry.size);
   return {};
 }
@@ -282,6 +286,32 @@ bool ResidencyStore::wait_for_a_spill() {
   const bool finished = copy->done();
   poll();
   return finished;
+}
+
+bool ResidencyStore::undo_a_restore() {
+  for (auto it = entries_.begin(); it != entries_.end(); ++it) {
+    Entry& entry = it->second;
+    if (entry.state != Residency::kArriving) continue;
+    if (it->first.what == EntryKey::What::kOutput) {
+      forget(it);
+      return true;
+    }
+    (void)entry.copy.synchronize();
+    entry.copy = {};
+    entry.hbm.reset();
+    let_go(it->first, entry.size);
+    entry.state = Residency::kInDdr;
+    return true;
+  }
+  return false;
+}
+
+Bytes ResidencyStore::ddr_bytes(EntryKey::What what) const {
+  Bytes held;
+  for (const auto& [key, entry] : entries_) {
+    if (key.what == what && entry.ddr) held += entry.size;
+  }
+  return held;
 }
 
 std::optional<EntryKey> ResidencyStore::farthest_in_hbm(EntryKey::What what) const {

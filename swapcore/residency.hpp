@@ -4,7 +4,7 @@
 //   absent ---------> in_hbm ------------> leaving -----------> in_ddr
 //                       ^  ^                  |                    | restore
 //                       |  +---- recall ------+                    v
-//                       +---------------- (copy done) -------- arriving
+//                       +---------- (asked for, copy done) --- arriving
 //
 // take() ends an entry from any state and hands its bytes over, ordered on the compute stream. The store owns
 // both sides of every copy in flight until the copy's event has completed: no block is reused under a copy,
@@ -80,11 +80,17 @@ class ResidencyStore {
   // The host waits until one more copy has let go of its HBM. False where none is in flight.
   [[nodiscard]] bool wait_for_a_spill();
 
+  // Takes back the HBM of one entry that was restored, or is being restored, ahead of its use: an output is
+  // dropped, a saved activation is in DDR again. The host waits for its copy. False where there is none.
+  [[nodiscard]] bool undo_a_restore();
+
   // The entry in HBM of that kind whose next use is farthest, if any.
   [[nodiscard]] std::optional<EntryKey> farthest_in_hbm(EntryKey::What what) const;
   // Bytes of HBM that entries hold: in_hbm, leaving and arriving.
   [[nodiscard]] Bytes hbm_bytes() const { return hbm_bytes_; }
   [[nodiscard]] Bytes hbm_bytes(EntryKey::What what) const;
+  // Bytes of DDR that entries of that kind hold: leaving, in_ddr, arriving.
+  [[nodiscard]] Bytes ddr_bytes(EntryKey::What what) const;
 
   // What became of a take() that found its copy in flight.
   struct Wait {
@@ -118,7 +124,7 @@ class ResidencyStore {
 
   ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence) {}
   [[nodiscard]] BlockRef wrap(const Block& block);
-  [[nodiscard]] Status start_restore(Entry& entry);
+  [[nodiscard]] Status start_restore(Entry& entry, CopyReason reason);
   [[nodiscard]] Status wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy);
   void settle(Entry& entry);
   void retire(Entry& entry, BlockRef still_read);

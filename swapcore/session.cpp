@@ -47,14 +47,14 @@ Result<std::vector<int>> numa_nodes_of(const DeviceInfo& device, const Policy& p
 Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::~Session() {
   impl_->publish_usage();
-  impl_->leave_daemon();
   // Entries hold blocks of the pools, and the pools wait for the copy engine's streams: end them in this
-  // order.
+  // order. The lease goes back last, when the memory is free.
   impl_->profile.reset();
   impl_->store.reset();
   impl_->hbm.reset();
   impl_->ddr.reset();
   impl_->copies.reset();
+  impl_->leave_daemon();
 }
 
 Result<std::unique_ptr<Session>> Session::open(Device& device, Options options) {
@@ -102,27 +102,34 @@ BlockRef Session::Impl::wrap(const Block& block) {
           }};
 }
 
-// One thing that frees HBM: a spill already on its way, else the cached output used last, else, where the
-// policy says so, the saved activation used last. False: nothing is left to give.
+bool Session::Impl::wait_for_a_spill() {
+  const double began = seconds_of(steady_clock().now());
+  if (!store->wait_for_a_spill()) return false;
+  const double waited = seconds_of(steady_clock().now()) - began;
+  metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, waited);
+  counters.stall_seconds += waited;
+  return true;
+}
+
+// Drops the cached output that is used last: it will be computed again.
+bool Session::Impl::evict_an_output() {
+  const auto victim = store->farthest_in_hbm(EntryKey::What::kOutput);
+  if (!victim) return false;
+  store->drop(*victim);
+  ++counters.evictions;
+  metrics().add<Metric::kCacheEvictions>(1);
+  return true;
+}
+
+// One thing that frees HBM: a spill already on its way, else a cached output, else what was restored ahead of
+// its use, else, where the policy says so, the saved activation used last. False: nothing is left to give.
 bool Session::Impl::make_room(const Error& refusal) {
   if (refusal.code != Errc::kOutOfBudget) return false;
   store->poll();
-  const double began = seconds_of(steady_clock().now());
-  if (store->wait_for_a_spill()) {
-    const double waited = seconds_of(steady_clock().now()) - began;
-    metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, waited);
-    counters.stall_seconds += waited;
-    return true;
-  }
-  if (auto victim = store->farthest_in_hbm(EntryKey::What::kOutput)) {
-    store->drop(*victim);
-    ++counters.evictions;
-    metrics().add<Metric::kCacheEvictions>(1);
-    return true;
-  }
+  if (wait_for_a_spill() || evict_an_output() || store->undo_a_restore()) return true;
   if (policy.checkpoint.contingency != Contingency::kOffload) return false;
   auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
-  return victim && store->spill(*victim).ok() && store->wait_for_a_spill();
+  return victim && store->spill(*victim).ok() && wait_for_a_spill();
 }
 
 Error Session::Impl::explain(const Error& refusal) const {
@@ -156,7 +163,7 @@ void Session::Impl::publish_usage() const {
     metrics().set<Metric::kTierBytes>(TierId::kDdr, static_cast<Pool>(i), in_ddr.live_by_pool[index]);
   }
   metrics().set<Metric::kTierPeakBytes>(TierId::kHbm, in_hbm.mapped_peak);
-  metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, in_ddr.live_peak);
+  metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, in_ddr.mapped_peak);
 }
 
 Result<BlockRef> Session::allocate(Bytes size, Pool pool) {
@@ -178,6 +185,7 @@ SiteId Session::declare(const SiteSpec& site) {
   if (impl_->layer_sites.size() <= layer) impl_->layer_sites.resize(layer + 1);
   impl_->layer_sites[layer].push_back(id);
   impl_->plan.reset();  // made for other sites
+  impl_->measured.reset();
   return id;
 }
 

@@ -40,6 +40,8 @@ struct Session::Impl {
   std::vector<std::vector<SiteId>> layer_sites;  // by layer, in order of declaration: the order of use
   std::optional<Plan> plan;                      // as sites
   std::unique_ptr<StepProfile> profile;          // while a step is measured
+  std::optional<Snapshot> measured;              // what the plan was made of
+  Bytes saved_peak;                              // most HBM that saved activations held in the measured step
   std::uint64_t step = 0;
   double step_started = 0;
   SessionCounters counters;
@@ -55,6 +57,8 @@ struct Session::Impl {
   Status open_pools();
   Status measure_link();
   [[nodiscard]] BlockRef wrap(const Block& block);
+  [[nodiscard]] bool wait_for_a_spill();
+  [[nodiscard]] bool evict_an_output();
   [[nodiscard]] bool make_room(const Error& refusal);
   [[nodiscard]] Error explain(const Error& refusal) const;
   void publish_usage() const;
@@ -65,7 +69,9 @@ struct Session::Impl {
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
   void enter(StepProfile::Phase phase, int layer);
   void restore_layer(int layer, std::uint32_t micro_batch);
+  void measure();
   void make_plan();
+  [[nodiscard]] bool rules_change() const;
   void count_fetch(SiteId site, FetchOutcome outcome);
   void collect_waits();
   Status make_checkpoint_room(const SaveKey& key, Bytes size);

@@ -43,6 +43,7 @@ void Session::begin_step() {
   if (self.caching() && self.step == kMeasuredStep && !self.plan) {
     self.profile = std::make_unique<StepProfile>(self.device, self.compute);
   }
+  if (self.rules_change()) self.make_plan();
   self.hbm->take_watermark();
 }
 
@@ -79,12 +80,16 @@ void Session::offer(const SiteKey& key, const BlockRef& output) {
   if (self.profile) self.profile->add_output(key.site, output->size);
   const Placement placement = self.placement(key.site);
   if (placement == Placement::kRecompute) return;
-  const Bytes held = self.store->hbm_bytes(EntryKey::What::kOutput);
-  if (held + output->size > self.budgets.swapcore_hbm) return;
-  if (self.store->hbm_bytes() + output->size > self.budgets.checkpoint) return;
+  const Bytes size = output->size;
+  if (self.store->hbm_bytes() + size > self.budgets.checkpoint) return;
+  // What travels is in HBM only on its way: its limit is DDR's.
+  const bool travels = placement == Placement::kDdr;
+  const Bytes held = travels ? self.store->ddr_bytes(EntryKey::What::kOutput)
+                             : self.store->hbm_bytes(EntryKey::What::kOutput);
+  if (held + size > (travels ? self.budgets.swapcore_ddr : self.budgets.swapcore_hbm)) return;
   const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
   self.store->keep(entry, output);
-  if (placement == Placement::kDdr && !self.store->spill(entry)) self.store->drop(entry);
+  if (travels && !self.store->spill(entry)) self.store->drop(entry);
 }
 
 BlockRef Session::fetch(const SiteKey& key) {
@@ -159,28 +164,25 @@ Session::Timing::~Timing() {
   if (end) self.device.destroy_event(*end);
 }
 
-// Room for one more saved activation inside the checkpoint budget: those used last leave first.
+// Room for one more saved activation inside the checkpoint budget: cached outputs make way unless the policy
+// says "fail"; then, where it says "offload", the saved activations used last.
 Status Session::Impl::make_checkpoint_room(const SaveKey& key, Bytes size) {
   const auto over = [&] { return store->hbm_bytes() + size > budgets.checkpoint; };
+  const Contingency contingency = policy.checkpoint.contingency;
   while (over()) {
     store->poll();
-    if (!over()) break;
-    if (auto output = store->farthest_in_hbm(EntryKey::What::kOutput)) {
-      store->drop(*output);
-      ++counters.evictions;
-      metrics().add<Metric::kCacheEvictions>(1);
-      continue;
-    }
-    if (store->wait_for_a_spill()) continue;
-    const auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
-    if (!victim) break;  // it leaves as soon as it is there
-    if (policy.checkpoint.contingency != Contingency::kOffload) {
+    if (!over() || wait_for_a_spill()) continue;
+    if (contingency != Contingency::kFail && evict_an_output()) continue;
+    if (contingency != Contingency::kOffload) {
       return out_of_budget(size, Pool::kActivation,
                            "checkpoint.budget: " + format_bytes(size) + " saved by layer " +
                                std::to_string(key.layer) + " do not fit in " +
                                format_bytes(budgets.checkpoint) +
                                "; raise it or set checkpoint.contingency = \"offload\"");
     }
+    if (store->undo_a_restore()) continue;
+    const auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
+    if (!victim) break;  // larger than the budget: it leaves as soon as it is there
     if (auto spilled = store->spill(*victim); !spilled) return spilled;
   }
   return {};
@@ -191,6 +193,8 @@ Status Session::save(const SaveKey& key, BlockRef block) {
   const Bytes size = block->size;
   if (auto room = self.make_checkpoint_room(key, size); !room) return room;
   self.store->keep(entry_of(key), std::move(block));
+  if (self.profile)
+    self.saved_peak = std::max(self.saved_peak, self.store->hbm_bytes(EntryKey::What::kSaved));
   if (size <= self.budgets.checkpoint) return {};
   return self.store->spill(entry_of(key));
 }
@@ -214,7 +218,7 @@ void Session::end_step() {
   Impl& self = *impl_;
   self.store->poll();
   self.store->drop_all(EntryKey::What::kOutput);
-  if (self.profile) self.make_plan();
+  if (self.profile) self.measure();
   self.collect_waits();
   self.publish_usage();
   metrics().add<Metric::kSteps>(1);
@@ -252,22 +256,34 @@ Status Session::Impl::measure_link() {
   return status;
 }
 
-void Session::Impl::make_plan() {
+void Session::Impl::measure() {
   profile->enter(StepProfile::Phase::kEnd, 0, hbm->take_watermark());
-  const bool measured = device.synchronize(compute).ok();
+  const bool finished = device.synchronize(compute).ok();
   if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
   Snapshot snapshot = profile->summarize(sites);
   profile.reset();
-  if (!measured || snapshot.layers.size() < layer_sites.size()) return;
-  for (SiteCost& site : snapshot.sites) site.rule = rule_for(site.site, RulePhase::kForward);
+  if (!finished || snapshot.layers.size() < layer_sites.size()) return;
   snapshot.hbm_budget =
       Bytes(static_cast<std::uint64_t>(static_cast<double>(budgets.hbm.count()) * kPlannedShareOfHbm));
-  snapshot.hbm_cache_limit =
-      std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, store->hbm_bytes()));
+  snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
   snapshot.ddr_cache_limit = budgets.swapcore_ddr;
   snapshot.h2d_bytes_per_second = h2d_rate;
   snapshot.d2h_bytes_per_second = d2h_rate;
-  plan = solve(snapshot, policy);
+  measured = std::move(snapshot);
+  make_plan();
+}
+
+void Session::Impl::make_plan() {
+  for (SiteCost& site : measured->sites) site.rule = rule_for(site.site, RulePhase::kForward);
+  plan = solve(*measured, policy);
+}
+
+// Whether a rule begins or has just ended: what it held is the plan's again.
+bool Session::Impl::rules_change() const {
+  const auto& rules = policy.swapcore.rules;
+  return measured && std::any_of(rules.begin(), rules.end(), [this](const Rule& rule) {
+           return rule.first_step == step || rule.last_step + 1 == step;
+         });
 }
 
 std::string Session::plan_summary() const {

@@ -1,8 +1,13 @@
 // moe_trainer: from the command line to a trained model. docs/TRAINER.md is the manual.
+#include <unistd.h>
+
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -50,9 +55,8 @@ void run_step(Trainer& trainer, RunRecord& record) {
 }
 
 // Steps until done or told to stop, saving on the way.
-RunRecord run_steps(Trainer& trainer, const Settings& settings) {
+void run_steps(Trainer& trainer, const Settings& settings, RunRecord& record) {
   const std::int64_t steps = trainer.config().train.steps;
-  RunRecord record;
   record.tokens_per_step = trainer.config().tokens_per_step();
   Progress progress(settings.no_progress ? Progress::Show::kNever : Progress::Show::kOnTerminal, steps);
   std::int64_t saved_at = trainer.steps_done();
@@ -65,7 +69,15 @@ RunRecord run_steps(Trainer& trainer, const Settings& settings) {
     }
   }
   if (!settings.checkpoint.empty() && saved_at != trainer.steps_done()) trainer.save(settings.checkpoint);
-  return record;
+}
+
+// A folder that is not there, or not ours to write to, is found before hours of training and not after.
+void check_writable(const std::string& path) {
+  if (path.empty()) return;
+  const std::filesystem::path folder = std::filesystem::absolute(path).parent_path();
+  if (access(folder.c_str(), W_OK | X_OK) == 0) return;
+  bad_input(path + ": cannot write in " + folder.string() + ": " + std::strerror(errno) +
+            "; name another folder");
 }
 
 void print_summary(const Trainer& trainer, const RunRecord& record, const Session& session,
@@ -84,6 +96,8 @@ void print_summary(const Trainer& trainer, const RunRecord& record, const Sessio
 int run(const Settings& settings) {
   Trainer::Options options{.config = config_of(settings), .seed = settings.seed.value_or(1)};
   (void)policy_of(settings);
+  check_writable(settings.checkpoint);
+  check_writable(settings.json);
   if (!settings.resume.empty()) {
     const CheckpointInfo info = read_checkpoint_info(settings.resume);
     if (!settings.seed) options.seed = info.seed;
@@ -100,7 +114,14 @@ int run(const Settings& settings) {
   const auto session = open_session(*device, settings, compute.get());
   Trainer trainer(*session, corpus, options);
   if (!settings.resume.empty()) trainer.resume(settings.resume);
-  const RunRecord record = run_steps(trainer, settings);
+  RunRecord record;
+  try {
+    run_steps(trainer, settings, record);
+  } catch (...) {
+    // What was trained is told even where saving it failed.
+    if (!settings.json.empty() && !record.losses.empty()) write_report(settings.json, record, *session);
+    throw;
+  }
   if (!settings.json.empty()) write_report(settings.json, record, *session);
   print_summary(trainer, record, *session, settings);
   return stop_signal() == 0 ? 0 : 128 + stop_signal();

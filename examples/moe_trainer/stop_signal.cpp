@@ -3,16 +3,33 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdint>
+#include <ctime>
 
 namespace terrace::trainer {
 
 namespace {
 
+// One request to stop often comes twice: to the process group, and forwarded by the parent.
+constexpr std::int64_t kSameRequestNanoseconds = 1'000'000'000;
+
 volatile std::sig_atomic_t received = 0;
+std::int64_t received_at = 0;
+
+std::int64_t monotonic_nanoseconds() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);  // one of the few calls a signal handler may make
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
 
 void on_signal(int signal) {
-  if (received != 0) _exit(128 + signal);
+  const std::int64_t now = monotonic_nanoseconds();
+  if (received != 0) {
+    if (now - received_at > kSameRequestNanoseconds) _exit(128 + signal);
+    return;
+  }
   received = signal;
+  received_at = now;
 }
 
 }  // namespace

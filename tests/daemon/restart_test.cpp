@@ -41,6 +41,22 @@ TEST_F(RestartTest, AClientCarriesOnAndJoinsTheSuccessor) {
   EXPECT_EQ(client.ask(TierId::kHbm, 9_GiB), 4_GiB);
 }
 
+TEST_F(RestartTest, ADaemonThatStopsLeavesItsClientsTheirPlace) {
+  auto first = std::make_unique<RunningServer>(socket_, kLimits);
+  {
+    TestClient client(socket_, "a");
+    EXPECT_EQ(client.ask(TierId::kHbm, 8_GiB), 8_GiB);
+    first.reset();
+    RunningServer second(socket_, kLimits);
+    TestClient newcomer(socket_, "b");
+    EXPECT_EQ(newcomer.ask(TierId::kHbm, 8_GiB), 0_B) << "the first client holds it all";
+    EXPECT_EQ(second.leased(TierId::kHbm), 8_GiB);
+    first = nullptr;
+  }
+  RunningServer third(socket_, kLimits);
+  EXPECT_EQ(third.clients(), 0U);
+}
+
 TEST_F(RestartTest, AClientThatComesBackToTheSameDaemonIsCountedOnce) {
   RunningServer server(socket_, kLimits);
   auto page = SharedPage::create("a");

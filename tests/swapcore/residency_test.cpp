@@ -107,6 +107,24 @@ TEST(Residency, AFullHbmLeavesTheEntryInDdr) {
   EXPECT_TRUE(tiers.holds(taken->block, 3));
 }
 
+TEST(Residency, WhatWasRestoredAheadOfUseGivesItsHbmBack) {
+  Tiers tiers({.hbm = 2_MiB});
+  for (const auto what : {EntryKey::What::kSaved, EntryKey::What::kOutput}) {
+    tiers.store->keep(key(1, what), tiers.filled(1_MiB, 8));
+    ASSERT_TRUE(tiers.store->spill(key(1, what)));
+    ASSERT_TRUE(tiers.store->wait_for_a_spill());
+    ASSERT_TRUE(tiers.store->restore(key(1, what)));
+    EXPECT_TRUE(tiers.store->undo_a_restore());
+    EXPECT_FALSE(tiers.store->undo_a_restore());
+    EXPECT_EQ(tiers.store->hbm_bytes(), 0_B);
+    EXPECT_EQ(tiers.hbm->usage().live, 0_B);
+  }
+  EXPECT_FALSE(tiers.store->state(key(1)).has_value()) << "an output is computed again";
+  auto saved = tiers.store->take(key(1, EntryKey::What::kSaved));
+  ASSERT_TRUE(saved) << "a saved activation is in DDR still";
+  EXPECT_TRUE(tiers.holds(saved->block, 8));
+}
+
 TEST(Residency, DroppingWhatIsInFlightFreesBothSides) {
   Tiers tiers({.link_bytes_per_second = 50e6});
   tiers.store->keep(key(0), tiers.filled(1_MiB, 1));

@@ -148,6 +148,57 @@ TEST_F(SessionTest, CachedOutputsMakeWayForMemoryThatIsNeeded) {
   session_->end_step();
 }
 
+TEST_F(SessionTest, WhatWasRestoredAheadMakesWayForMemoryThatIsNeededNow) {
+  policy_.hbm.budget = Amount::of(8_MiB);
+  policy_.swapcore.rules.push_back({.match = "layer.*.fc", .kind = {}, .action = RuleAction::kDdr});
+  open();
+  session_->begin_step();
+  for (int l = 0; l < kLayers; ++l) {
+    session_->enter_forward(l);
+    session_->offer({sites_[static_cast<std::size_t>(l)]}, compute_output(l));
+  }
+  ASSERT_TRUE(session_->allocate(8_MiB, Pool::kScratch)) << "everything cached has left or goes";
+  session_->enter_head();
+  session_->enter_backward(kLayers - 1);
+  auto needed = session_->allocate(8_MiB, Pool::kScratch);
+  EXPECT_TRUE(needed) << needed.error().text;
+  session_->end_step();
+}
+
+TEST_F(SessionTest, TheSwapcoreDdrBudgetBindsRulesToo) {
+  policy_.swapcore.ddr_budget = Amount::of(2_MiB);
+  policy_.swapcore.rules.push_back({.match = "layer.*.fc", .kind = {}, .action = RuleAction::kDdr});
+  open();
+  run_step();
+  EXPECT_EQ(session_->counters().spilled, 2_MiB);
+}
+
+TEST_F(SessionTest, ARuleThatHasEndedLeavesTheSiteToThePlan) {
+  policy_.swapcore.rules.push_back(
+      {.match = "layer.2.fc", .kind = {}, .action = RuleAction::kDiscard, .first_step = 0, .last_step = 3});
+  open();
+  for (int i = 0; i < 2; ++i) run_step();
+  EXPECT_EQ(run_step(), 1);
+  EXPECT_EQ(run_step(), 1);
+  EXPECT_EQ(run_step(), 0);
+}
+
+TEST_F(SessionTest, CachedOutputsMakeWayForSavedActivationsUnlessThePolicySaysFail) {
+  for (const Contingency contingency : {Contingency::kOffload, Contingency::kRecompute, Contingency::kFail}) {
+    policy_.checkpoint.budget = Amount::of(2_MiB);
+    policy_.checkpoint.contingency = contingency;
+    policy_.swapcore.rules = {{.match = "layer.*.fc", .kind = {}, .action = RuleAction::kHbm}};
+    sites_.clear();
+    session_.reset();
+    open();
+    session_->offer({sites_[0]}, compute_output(0));
+    ASSERT_TRUE(session_->save({.layer = 0}, compute_output(0)));
+    EXPECT_EQ(session_->save({.layer = 1}, compute_output(1)).ok(), contingency != Contingency::kFail);
+    EXPECT_EQ(session_->counters().evictions, contingency == Contingency::kFail ? 0U : 1U);
+    EXPECT_EQ(session_->save({.layer = 2}, compute_output(2)).ok(), contingency == Contingency::kOffload);
+  }
+}
+
 TEST_F(SessionTest, ARefusalSaysHowMuchIsMissingForWhatAndWhatWouldHelp) {
   policy_.hbm.budget = Amount::of(8_MiB);
   policy_.swapcore.mode = SwapMode::kOff;

@@ -162,6 +162,12 @@ TEST_F(TrainerProgram, ResumesToTheSameLosses) {
   expect_refused(tiny({"--steps", "4", "--resume", file("run.safetensors")}), 2, "--steps");
 }
 
+TEST_F(TrainerProgram, AFolderThatIsNotThereIsFoundBeforeTraining) {
+  expect_refused(tiny({"--steps", "100000", "--checkpoint", file("nowhere/run.safetensors")}), 2,
+                 "cannot write");
+  expect_refused(tiny({"--steps", "100000", "--json", file("nowhere/run.json")}), 2, "cannot write");
+}
+
 TEST_F(TrainerProgram, StopsForASignalAndSaves) {
   for (const int signal : {SIGINT, SIGTERM}) {
     fs::remove(folder_ / "run.safetensors");
@@ -172,6 +178,7 @@ TEST_F(TrainerProgram, StopsForASignalAndSaves) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     kill(child, signal);
+    kill(child, signal);  // as a process group and a parent that forwards would both send it
     const Ended ended = wait_for(child);
     EXPECT_EQ(ended.exit_code, 128 + signal) << ended.err;
     EXPECT_NE(ended.out.find("saved to"), std::string::npos) << ended.out;
