@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdint>
 #include <ctime>
@@ -17,8 +18,10 @@ volatile std::sig_atomic_t received = 0;
 std::int64_t received_at = 0;
 
 std::int64_t monotonic_nanoseconds() {
+  const int errno_of_the_interrupted = errno;
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);  // one of the few calls a signal handler may make
+  errno = errno_of_the_interrupted;
   return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
