@@ -6,7 +6,8 @@
   recompute   the budget, every activation recomputed: what people do today
   swapcore    the budget, Terrace decides what stays, what moves and what is recomputed
 
-All four use the same seed and data, each under `terrace run`. The budget lies between the two peaks that a short
+All four use the same seed and data, each under `terrace run`. The three that end take turns of some steps, going on from
+their checkpoints: a machine that is faster now than in five minutes is so for all of them. The budget lies between the two peaks that a short
 calibration measures. Written to --out: summary.json, metrics.prom (scraped from the daemon while swapcore runs),
 and a log and a result a run. Exit code 0 only if everything is as it should be.
 """
@@ -31,6 +32,7 @@ from pathlib import Path
 # Where between the peak of full recomputation (0) and the peak of none (1) the budget lies.
 BUDGET_SHARE = 0.6
 CALIBRATION_STEPS = 3
+TURN_STEPS = 16  # enough that the two in which Swap Core measures don't count
 TEXT_FOLDER = "/usr/share/games/fortunes"  # Debian package fortunes
 TEXT_FILES = ["art", "computers", "cookie", "definitions", "humorists", "law", "literature", "medicine", "men-women",
               "people", "politics", "science", "songs-poems", "wisdom", "work"]
@@ -51,6 +53,7 @@ class Run:
     swapcore: str
     budgeted: bool
     exit_code: int = -1
+    turns: list = field(default_factory=list)
     result: dict = field(default_factory=dict)
     log: str = ""
 
@@ -62,6 +65,21 @@ def four_runs():
         Run("recompute", "full", "off", budgeted=True),
         Run("swapcore", "full", "auto", budgeted=True),
     ]
+
+
+def merged(turns):
+    """One result of a run's turns: its losses in order, the mean step, the highest peaks, the sum of what was counted."""
+    result = dict(turns[-1])
+    for key in ("losses", "losses_hex"):
+        result[key] = [loss for turn in turns for loss in turn[key]]
+    for key in ("hbm_peak_bytes", "ddr_peak_bytes"):
+        result[key] = max(turn[key] for turn in turns)
+    for key in ("cache_hits", "cache_misses", "cache_late"):
+        result[key] = sum(turn[key] for turn in turns)
+    tokens_per_step = turns[0]["ms_per_step"] * turns[0]["tokens_per_second"] / 1e3
+    result["ms_per_step"] = sum(turn["ms_per_step"] for turn in turns) / len(turns)
+    result["tokens_per_second"] = tokens_per_step / result["ms_per_step"] * 1e3 if result["ms_per_step"] else 0
+    return result
 
 
 def text_files():
@@ -180,7 +198,7 @@ class Demo:
             raise DemoError(f"{path} is not there; ./dev demo builds it")
         return str(path)
 
-    def trainer_command(self, run, steps):
+    def trainer_command(self, run, steps, checkpoint):
         options = self.options
         command = [self.program("moe_trainer"), "--data", *map(str, self.data), "--device", options.device,
                    "--steps", str(steps), "--seed", str(options.seed), "--recompute", run.recompute,
@@ -189,22 +207,27 @@ class Demo:
             command += ["--config", options.config]
         if run.budgeted:
             command += ["--hbm", str(self.budget)]
+        if checkpoint:
+            command += ["--checkpoint", str(checkpoint)]
+            if checkpoint.exists():
+                command += ["--resume", str(checkpoint)]
         return command
 
-    def execute(self, run, steps):
-        """Runs one training job under `terrace run` to its end; its output goes to a log."""
+    def execute(self, run, steps, checkpoint=None):
+        """Runs one training job under `terrace run` until `steps` are done; its output goes to a log."""
         result = self.out / f"{run.name}.json"
         result.unlink(missing_ok=True)
         command = [self.program("terrace"), "run", "--policy", str(self.policy), "--socket", self.socket,
-                   "--listen", "127.0.0.1:0", "--job", run.name, "--", *self.trainer_command(run, steps)]
+                   "--listen", "127.0.0.1:0", "--job", run.name, "--", *self.trainer_command(run, steps, checkpoint)]
         note(f"{run.name}: {steps} steps")
         log = self.out / f"{run.name}.log"
-        with open(log, "wb") as output:
+        with open(log, "ab" if checkpoint else "wb") as output:
             code = run_logged(command, output)
         run.exit_code = code if code >= 0 else 128 - code
         run.log = CONTROL.sub("\n", log.read_text(encoding="utf-8", errors="replace"))
         if result.exists():
-            run.result = json.loads(result.read_text(encoding="utf-8"))
+            run.turns.append(json.loads(result.read_text(encoding="utf-8")))
+            run.result = merged(run.turns)
         return run
 
     def calibrate(self):
@@ -224,15 +247,31 @@ class Demo:
     def run_all(self):
         self.calibrate()
         runs = four_runs()
-        for run in runs:
-            started = time.monotonic()
-            if run.name == "swapcore":
-                with Scraper(self.program("terrace"), self.socket, run.name) as self.metrics:
-                    self.execute(run, self.options.steps)
-            else:
-                self.execute(run, self.options.steps)
-            note(f"{run.name}: exit code {run.exit_code}, {time.monotonic() - started:.0f} s")
+        turns = max(1, round(self.options.steps / TURN_STEPS))
+        for turn in range(turns):
+            for run in runs:
+                if turn == 0 or run.exit_code == 0:
+                    self.take_turn(run, turn, turns)
         return runs
+
+    def take_turn(self, run, turn, turns):
+        checkpoint = self.out / f"{run.name}.safetensors" if turns > 1 else None
+        log = self.out / f"{run.name}.log"
+        if turn == 0:
+            for old in (checkpoint or log, log):
+                old.unlink(missing_ok=True)
+        steps = self.options.steps * (turn + 1) // turns
+        started = time.monotonic()
+        if run.name == "swapcore":
+            with Scraper(self.program("terrace"), self.socket, run.name) as scraper:
+                self.execute(run, steps, checkpoint)
+            if scraper.text or not self.metrics:
+                self.metrics = scraper
+        else:
+            self.execute(run, steps, checkpoint)
+        note(f"{run.name}: exit code {run.exit_code}, {time.monotonic() - started:.0f} s")
+        if checkpoint and turn == turns - 1:
+            checkpoint.unlink(missing_ok=True)
 
     def close(self):
         """Ends the daemon that `terrace run` started for this demo, and only that one."""

@@ -31,6 +31,11 @@ if recompute == "none" and "--hbm" in options:
     sys.exit(int(os.environ.get("FAKE_REFUSAL_CODE", "3")))
 if swapcore == "auto":
     time.sleep(1.5)
+checkpoint = options.get("--checkpoint")
+if checkpoint:
+    if ("--resume" in options) != os.path.exists(checkpoint):
+        sys.exit("a second turn goes on from the checkpoint of the first, and only that")
+    open(checkpoint, "a").close()
 losses = [5.5, 5.0, 2.5 if swapcore == "off" else float(os.environ.get("FAKE_SWAPCORE_LOSS", "2.5"))]
 peak = {"none": 1000, "full": 500}[recompute] + (int(os.environ.get("FAKE_OVERSHOOT", "300")) if swapcore == "auto" else 0)
 json.dump({"ms_per_step": 10.0, "tokens_per_second": 100.0, "hbm_peak_bytes": peak, "ddr_peak_bytes": 7, "cache_hits": 1,
@@ -74,9 +79,9 @@ class Demo(unittest.TestCase):
         self.addCleanup(self.server.kill)
         self.listen = f"127.0.0.1:{self.server.stdout.readline().strip()}"
 
-    def run_demo(self, **fakes):
+    def run_demo(self, steps=12, **fakes):
         environment = {**os.environ, "TERRACE_TEXT_DIR": str(self.folder / "text"), "FAKE_LISTEN": self.listen, **fakes}
-        command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--build", str(self.folder), "--out", str(self.folder / "out")]
+        command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--build", str(self.folder), "--out", str(self.folder / "out"), "--steps", str(steps)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     def expect_wrong(self, words, **fakes):
@@ -95,6 +100,17 @@ class Demo(unittest.TestCase):
         self.assertEqual([run["exit_code"] for run in summary["runs"]], [0, 3, 0, 0])
         self.assertEqual(summary["runs"][3]["steps"], 3)
         self.assertIn("terrace_steps_total", (self.folder / "out" / "metrics.prom").read_text(encoding="utf-8"))
+
+    def test_runs_take_turns(self):
+        answer = self.run_demo(steps=32)
+        self.assertEqual(answer.returncode, 0, answer.stdout + answer.stderr)
+        order = [line.split(":")[1].strip() for line in answer.stderr.split("\n") if line.endswith("exit code 0, 0 s")]
+        self.assertEqual([name for name in order if name in ("fits", "recompute")], ["fits", "recompute"] * 2)
+        summary = json.loads((self.folder / "out" / "summary.json").read_text(encoding="utf-8"))
+        self.assertEqual(summary["runs"][0]["steps"], 6)
+        self.assertEqual(summary["runs"][3]["cache_hits"], 2)
+        self.assertAlmostEqual(summary["runs"][0]["ms_per_step"], 10)
+        self.assertEqual(list((self.folder / "out").glob("*.safetensors")), [])
 
     def test_other_bits(self):
         self.expect_wrong("bit for bit", FAKE_SWAPCORE_LOSS="2.5000001")
