@@ -13,12 +13,6 @@
 
 namespace terrace {
 
-struct Transfer {
-  Address to;
-  const std::byte* from;
-  Bytes size;
-};
-
 // Why bytes move; a label in the metrics.
 enum class CopyReason : std::uint8_t { kSpill = 0, kRestore = 1, kOffload = 2, kFetch = 3 };
 inline constexpr int kCopyReasonCount = 4;

@@ -10,6 +10,8 @@ const char* name_of(Direction direction) {
       return "d2h";
     case Direction::kD2D:
       return "d2d";
+    case Direction::kPeer:
+      return "peer";
   }
   return "unknown";
 }

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -44,9 +45,10 @@ struct Physical {
   auto operator<=>(const Physical&) const = default;
 };
 
-enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2 };
-inline constexpr int kDirectionCount = 3;
-[[nodiscard]] const char* name_of(Direction direction);  // "h2d", "d2h", "d2d"
+// kPeer: between the memories of two devices, in either direction.
+enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2, kPeer = 3 };
+inline constexpr int kDirectionCount = 4;
+[[nodiscard]] const char* name_of(Direction direction);  // "h2d", "d2h", "d2d", "peer"
 
 enum class StreamPriority : std::uint8_t { kNormal, kHigh };
 
@@ -54,6 +56,14 @@ struct Capabilities {
   bool host_addressable = false;  // the host may read and write HBM at its Address
   bool host_kernels = false;      // launch_host() work computes: the CPU operators run here
   bool remap = false;             // physical memory under a reserved address can be exchanged
+  bool host_physical = false;     // create_host_physical() exists; whether a node serves it shows when asked
+};
+
+// One piece of a copy. The ranges do not overlap, and no piece of a batch reads what another writes.
+struct Transfer {
+  Address to;
+  const std::byte* from;
+  Bytes size;
 };
 
 struct DeviceInfo {
@@ -82,11 +92,18 @@ class Device {
   [[nodiscard]] virtual Result<Address> reserve(Bytes size) = 0;  // address space, no memory
   virtual void release(Address address, Bytes size) = 0;          // all of it unmapped before
   [[nodiscard]] virtual Result<Physical> create_physical(
-      Bytes size) = 0;                                   // Errors: kOutOfMemory, kDeviceLost
+      Bytes size) = 0;  // Errors: kOutOfMemory, kDeviceLost
+  // Pinned memory of the host's NUMA node `numa_node`, to be mapped as device memory is; the device and the
+  // host both reach it there. Errors: kNotSupported (not on this device, or not on this node), kOutOfMemory.
+  [[nodiscard]] virtual Result<Physical> create_host_physical(Bytes size, int numa_node) = 0;
   virtual void destroy_physical(Physical physical) = 0;  // unmapped before
   [[nodiscard]] virtual Status map(Address at, Physical physical,
                                    Bytes size) = 0;                // readable and writable on return
   [[nodiscard]] virtual Status unmap(Address at, Bytes size) = 0;  // the caller knows that no work uses it
+  // Lets `peer` read and write whatever is mapped on this device, now and later. Idempotent; the peer
+  // outlives this device's mappings. Errors: kNotSupported (no path between the two), and then nothing
+  // changed.
+  [[nodiscard]] virtual Status grant_access_to(const Device& peer) = 0;
   [[nodiscard]] virtual Result<MemoryInfo> memory() const = 0;
 
   // --- Host memory the copy engines can reach at full speed. The range stays the caller's. ---
@@ -96,6 +113,9 @@ class Device {
   // --- Streams and events ---
   [[nodiscard]] virtual Result<Stream> create_stream(StreamPriority priority) = 0;
   virtual void destroy_stream(Stream stream) = 0;  // waits for its work
+  // Between create_stream and destroy_stream: whether other calls may name it. What was queued on a stream
+  // that is no longer alive has finished.
+  [[nodiscard]] virtual bool alive(Stream stream) const = 0;
   [[nodiscard]] virtual Status synchronize(
       Stream stream) = 0;  // the host waits; reports an earlier failed operation
   [[nodiscard]] virtual Result<Event> create_event() = 0;  // counts as completed until first recorded
@@ -111,6 +131,10 @@ class Device {
   // --- Work ---
   [[nodiscard]] virtual Status copy(Stream stream, Direction direction, Address to, const std::byte* from,
                                     Bytes size) = 0;
+  // The pieces in one call, in no order among themselves: small pieces cost less than as copies of their own.
+  // On error some may be queued: synchronize the stream before the memory is reused.
+  [[nodiscard]] virtual Status copy_batch(Stream stream, Direction direction,
+                                          std::span<const Transfer> pieces) = 0;
   [[nodiscard]] virtual Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) = 0;
   // Runs `work` on a host thread in stream order. On cuda it must not call the device; with host_kernels it
   // is the way operators are launched.
@@ -127,6 +151,7 @@ struct EmulatedOptions {
   double h2d_bytes_per_second =
       8e9;  // a copy takes bytes / this, each direction with a copy engine of its own
   double d2h_bytes_per_second = 8e9;
+  int numa_nodes = 1;  // create_host_physical() serves the nodes 0 .. numa_nodes - 1
 };
 [[nodiscard]] Result<std::unique_ptr<Device>> open_emulated_device(const EmulatedOptions& options);
 // Errors: kNotSupported (built without CUDA, or no driver on this machine), kNotFound (no such device).

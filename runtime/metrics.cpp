@@ -21,7 +21,7 @@ const char* label_value(std::size_t index) {
 // link; a test holds both spellings together.
 template <>
 const char* label_value<Direction>(std::size_t index) {
-  constexpr std::array kNames = {"h2d", "d2h", "d2d"};
+  constexpr std::array kNames = {"h2d", "d2h", "d2d", "peer"};
   static_assert(kNames.size() == kDirectionCount);
   return kNames[index];
 }

@@ -49,9 +49,12 @@ OpenedDriver open_once() {
   if (!resolve(library, table.name, TERRACE_SYMBOL_OF(name), nullptr, opened.problem)) return opened;
 #define DRIVER_SYMBOL_SINCE(name, older) \
   if (!resolve(library, table.name, TERRACE_SYMBOL_OF(name), older, opened.problem)) return opened;
+#define DRIVER_SYMBOL_OPTIONAL(name) \
+  table.name = reinterpret_cast<decltype(table.name)>(dlsym(library, TERRACE_SYMBOL_OF(name)));
 #include "runtime/cuda/driver_symbols.def"
 #undef DRIVER_SYMBOL
 #undef DRIVER_SYMBOL_SINCE
+#undef DRIVER_SYMBOL_OPTIONAL
   if (const CUresult started = table.cuInit(0); started != CUDA_SUCCESS) {
     opened.problem = "cuInit: " + explain(table, started);
     return opened;

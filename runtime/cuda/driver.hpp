@@ -14,9 +14,11 @@ namespace terrace::cuda {
 struct Driver {
 #define DRIVER_SYMBOL(name) decltype(&::name) name = nullptr;
 #define DRIVER_SYMBOL_SINCE(name, older) decltype(&::name) name = nullptr;
+#define DRIVER_SYMBOL_OPTIONAL(name) decltype(&::name) name = nullptr;
 #include "runtime/cuda/driver_symbols.def"
 #undef DRIVER_SYMBOL
 #undef DRIVER_SYMBOL_SINCE
+#undef DRIVER_SYMBOL_OPTIONAL
 };
 
 // Opens and initialises the driver on first use, and keeps it: a driver is never closed. Errors:

@@ -4,7 +4,11 @@
 // access through a gap faults. Work that throws fails its stream: what is queued behind it there, or waits
 // for it, is dropped until synchronize(stream) has reported the error; nothing hangs. Every method asks its
 // fault point first. What a GPU's driver would refuse is refused here, so that code proven here runs there: a
-// Physical is mapped whole, unmap takes whole mappings, and a range is pinned once.
+// Physical is mapped whole, unmap takes whole mappings, and a range is pinned once. Emulated devices of one
+// process reach each other's memory once access has been granted, and by their addresses alone before: the
+// gap is the one thing this device does not show.
+//
+// emulated_device.cpp opens it and has its streams and copies, emulated_memory.cpp its memory.
 #pragma once
 
 #include <map>
@@ -27,6 +31,7 @@ class EmulatedDevice final : public Device {
 
   // What is held now. All are zero again when a caller has given back all it took.
   [[nodiscard]] Bytes live_physical() const { return memory_->live(); }
+  [[nodiscard]] Bytes live_host_physical() const { return host_memory_->live(); }
   [[nodiscard]] Bytes reserved_bytes() const;
   [[nodiscard]] Bytes mapped_bytes() const;
   [[nodiscard]] Bytes pinned_bytes() const;
@@ -37,14 +42,17 @@ class EmulatedDevice final : public Device {
   [[nodiscard]] Result<Address> reserve(Bytes size) override;
   void release(Address address, Bytes size) override;
   [[nodiscard]] Result<Physical> create_physical(Bytes size) override;
+  [[nodiscard]] Result<Physical> create_host_physical(Bytes size, int numa_node) override;
   void destroy_physical(Physical physical) override;
   [[nodiscard]] Status map(Address at, Physical physical, Bytes size) override;
   [[nodiscard]] Status unmap(Address at, Bytes size) override;
+  [[nodiscard]] Status grant_access_to(const Device& peer) override;
   [[nodiscard]] Result<MemoryInfo> memory() const override;
   [[nodiscard]] Status pin(Address host, Bytes size) override;
   void unpin(Address host, Bytes size) override;
   [[nodiscard]] Result<Stream> create_stream(StreamPriority priority) override;
   void destroy_stream(Stream stream) override;
+  [[nodiscard]] bool alive(Stream stream) const override { return streams_.find(stream.id).has_value(); }
   [[nodiscard]] Status synchronize(Stream stream) override;
   [[nodiscard]] Result<Event> create_event() override;
   void destroy_event(Event event) override;
@@ -55,6 +63,8 @@ class EmulatedDevice final : public Device {
   [[nodiscard]] Result<double> seconds_between(Event from, Event to) const override;
   [[nodiscard]] Status copy(Stream stream, Direction direction, Address to, const std::byte* from,
                             Bytes size) override;
+  [[nodiscard]] Status copy_batch(Stream stream, Direction direction,
+                                  std::span<const Transfer> pieces) override;
   [[nodiscard]] Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) override;
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
   [[nodiscard]] void* native_stream(Stream) const override { return nullptr; }
@@ -62,6 +72,7 @@ class EmulatedDevice final : public Device {
 
  private:
   struct PhysicalState {
+    emulated::PhysicalMemory* memory = nullptr;  // the device's, or the host's
     emulated::PhysicalMemory::Range range;
     int mappings = 0;
   };
@@ -77,7 +88,9 @@ class EmulatedDevice final : public Device {
   using StreamPtr = std::shared_ptr<emulated::EmulatedStream>;
   using EventPtr = std::shared_ptr<EventState>;
 
-  EmulatedDevice(const EmulatedOptions& options, std::unique_ptr<emulated::PhysicalMemory> memory);
+  EmulatedDevice(const EmulatedOptions& options, std::unique_ptr<emulated::PhysicalMemory> memory,
+                 std::unique_ptr<emulated::PhysicalMemory> host_memory);
+  [[nodiscard]] Result<Physical> create_from(emulated::PhysicalMemory& memory, Bytes size);
   [[nodiscard]] Status check_size(const char* call, Bytes size) const;
   [[nodiscard]] bool reserved(Address at, Bytes size) const;  // memory_mutex_ held, as the next one
   [[nodiscard]] bool maps_whole(Address at, Bytes size) const;
@@ -87,6 +100,8 @@ class EmulatedDevice final : public Device {
 
   const DeviceInfo info_;
   const std::unique_ptr<emulated::PhysicalMemory> memory_;
+  const std::unique_ptr<emulated::PhysicalMemory> host_memory_;
+  const int numa_nodes_;
   emulated::Link h2d_;
   emulated::Link d2h_;
 
