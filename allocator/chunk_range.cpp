@@ -7,26 +7,30 @@
 
 namespace terrace {
 
-Result<ChunkRange> ChunkRange::create(Device& device, Bytes size, Bytes chunk) {
+Result<Reservation> Reservation::make(Device& device, Bytes size) {
   auto base = device.reserve(size);
   if (!base) return std::move(base).error();
-  return ChunkRange(device, *base, size, chunk);
+  return Reservation(device, *base, size);
 }
 
-ChunkRange::ChunkRange(Device& device, Address base, Bytes size, Bytes chunk)
-    : device_(&device), base_(base), size_(size), chunk_(chunk), chunks_(size / chunk) {}
+ChunkRange::ChunkRange(Device& device, Reservation& reservation, const Place& place)
+    : device_(&device),
+      reservation_(&reservation),
+      base_(reservation.base() + place.offset),
+      size_(place.size),
+      chunk_(place.chunk),
+      chunks_(place.size / place.chunk) {}
 
 ChunkRange::ChunkRange(ChunkRange&& other) noexcept
     : device_(other.device_),
-      base_(std::exchange(other.base_, nullptr)),
+      reservation_(other.reservation_),
+      base_(other.base_),
       size_(other.size_),
       chunk_(other.chunk_),
-      chunks_(std::move(other.chunks_)),
+      chunks_(std::exchange(other.chunks_, {})),
       free_(std::move(other.free_)) {}
 
 ChunkRange::~ChunkRange() {
-  if (base_ == nullptr) return;
-  bool empty = true;
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
     if (!chunks_[i]) continue;
     const Address at = base_ + i * chunk_.count();
@@ -34,10 +38,9 @@ ChunkRange::~ChunkRange() {
     if (device_->unmap(at, chunk_) || device_->unmap(at, chunk_)) {
       device_->destroy_physical(*chunks_[i]);
     } else {
-      empty = false;
+      reservation_->abandon();
     }
   }
-  if (empty) device_->release(base_, size_);
 }
 
 std::size_t ChunkRange::unmapped_run(std::size_t first, std::size_t wanted) const {
@@ -63,31 +66,37 @@ std::optional<ChunkRange::Growth> ChunkRange::plan_growth(Bytes size) const {
   return best;
 }
 
-Status ChunkRange::map_chunk(std::size_t index, Physical physical) {
-  TERRACE_CHECK(!chunks_[index], "a chunk is mapped once");
-  const std::uint64_t offset = index * chunk_.count();
-  if (auto mapped = device_->map(base_ + offset, physical, chunk_); !mapped) return mapped;
-  chunks_[index] = physical;
-  free_.insert({offset, chunk_, 0});
+Status ChunkRange::map_chunks(std::size_t first, std::span<const Physical> pieces) {
+  const std::uint64_t offset = first * chunk_.count();
+  if (auto mapped = device_->map_all(base_ + offset, pieces, chunk_); !mapped) return mapped;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    TERRACE_CHECK(!chunks_[first + i], "a chunk is mapped once");
+    chunks_[first + i] = pieces[i];
+  }
+  free_.insert({offset, chunk_ * pieces.size(), 0});
   return {};
 }
 
-std::optional<std::size_t> ChunkRange::free_chunk(const Growth* avoid) const {
-  const auto& extents = free_.by_offset();
-  for (auto it = extents.rbegin(); it != extents.rend(); ++it) {
-    const std::uint64_t first = round_up(Bytes(it->second.offset), chunk_) / chunk_;
-    const std::uint64_t last = round_down(Bytes(it->second.end()), chunk_) / chunk_;
-    // A growth extends the free extent it starts in: that one must stay.
-    if (avoid != nullptr && it->second.offset <= avoid->offset && avoid->offset < it->second.end()) continue;
-    if (first < last) return last - 1;
-  }
-  return std::nullopt;
+ChunkRange::Chunks ChunkRange::whole_chunks(const Extent& extent, const Growth* avoid) const {
+  if (avoid != nullptr && extent.offset <= avoid->offset && avoid->offset < extent.end()) return {};
+  const std::size_t first = round_up(Bytes(extent.offset), chunk_) / chunk_;
+  const std::size_t end = round_down(Bytes(extent.end()), chunk_) / chunk_;
+  return first < end ? Chunks{first, end} : Chunks{};
 }
 
-std::uint64_t ChunkRange::pending_in(std::size_t index) const {
+std::size_t ChunkRange::free_chunks(const Growth* avoid) const {
+  std::size_t count = 0;
+  for (const auto& [offset, extent] : free_.by_offset()) {
+    const Chunks whole = whole_chunks(extent, avoid);
+    count += whole.end - whole.first;
+  }
+  return count;
+}
+
+const Extent& ChunkRange::extent_of(std::size_t index) const {
   auto it = free_.by_offset().upper_bound(index * chunk_.count());
   TERRACE_CHECK(it != free_.by_offset().begin(), "the chunk is free");
-  return std::prev(it)->second.pending;
+  return std::prev(it)->second;
 }
 
 Result<Physical> ChunkRange::unmap_chunk(std::size_t index) {

@@ -1,160 +1,163 @@
 #include "allocator/ddr_pool.hpp"
 
-#include <numa.h>
-#include <sys/mman.h>
-
-#include <algorithm>
 #include <mutex>
-#include <vector>
+#include <string>
+#include <unordered_map>
+#include <utility>
 
-#include "allocator/extent_map.hpp"
+#include "allocator/pinned_extents.hpp"
+#include "allocator/small_blocks.hpp"
 #include "runtime/assert.hpp"
-#include "runtime/clock.hpp"
-#include "runtime/fault.hpp"
-#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
 
 constexpr Bytes kPage = 4_KiB;
 
-void place(void* slab, Bytes size, const std::vector<int>& nodes) {
-  if (nodes.empty() || numa_available() < 0) return;
-  if (nodes.size() == 1) return numa_tonode_memory(slab, size.count(), nodes.front());
-  bitmask* mask = numa_allocate_nodemask();
-  for (const int node : nodes) numa_bitmask_setbit(mask, static_cast<unsigned>(node));
-  numa_interleave_memory(slab, size.count(), mask);
-  numa_free_nodemask(mask);
-}
+// The areas that small blocks are cut from are ranges like any other.
+class AreaSource final : public SmallBlockSource {
+ public:
+  explicit AreaSource(PinnedExtents& extents) : extents_(extents) {}
+  [[nodiscard]] Result<Address> take(Bytes size) override { return extents_.take(size); }
+  void give(Address address, Bytes size) override { extents_.give(address, size); }
 
-// Host memory on the wanted nodes, every page present, so that pinning finds it in place.
-Result<Address> map_slab(Bytes size, const DdrPool::Options& options) {
-  void* slab = fault_point(FaultPoint::kHostMap)
-                   ? MAP_FAILED
-                   : mmap(nullptr, size.count(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (slab == MAP_FAILED) {
-    return Error{
-        Errc::kOutOfMemory, "the system refused " + format_bytes(size) + " of host memory (mmap)", size, {}};
-  }
-  // Both are requests: without huge pages or on another node the memory is slower, not wrong.
-  if (options.hugepages) (void)madvise(slab, size.count(), MADV_HUGEPAGE);
-  place(slab, size, options.numa_nodes);
-  auto* bytes = static_cast<volatile unsigned char*>(slab);
-  for (std::uint64_t at = 0; at < size.count(); at += kPage.count()) bytes[at] = 0;
-  return static_cast<Address>(slab);
-}
+ private:
+  PinnedExtents& extents_;
+};
 
-struct Slab {
-  Address base = nullptr;
-  Bytes size;
-  ExtentMap free;
+struct LiveBlock {
+  Bytes span;
+  Pool pool = Pool::kScratch;
+  bool small = false;
 };
 
 }  // namespace
 
 struct DdrPool::Impl {
-  Device& device;
-  Options options;
-  mutable std::mutex mutex;
-  std::vector<std::unique_ptr<Slab>> slabs;
-  BlockTable live;
-  PoolUsage usage;
+  std::shared_ptr<HostLease> lease;
+  PinnedExtents extents;
+  AreaSource source{extents};
+  std::unique_ptr<SmallBlocks> small;
 
-  Impl(Device& d, Options o) : device(d), options(o) { usage.budget = o.budget; }
-  Result<Slab*> slab_for(Bytes span, Pool pool);
-  Result<Slab*> pin_slab(Bytes size);
+  mutable std::mutex mutex;  // the two below; never held while the parts above are called
+  std::unordered_map<const std::byte*, LiveBlock> live;
+  PoolUsage blocks;  // live bytes only
+
+  Impl(Device& device, PinnedExtents::Options options)
+      : lease(options.lease), extents(device, std::move(options)) {}
+  [[nodiscard]] Result<Address> take(Bytes size, const LiveBlock& block);
+  [[nodiscard]] Error explain(Error refusal, Bytes size, Pool pool) const;
 };
-
-Result<Slab*> DdrPool::Impl::slab_for(Bytes span, Pool pool) {
-  Slab* best = nullptr;
-  Bytes best_size;
-  for (auto& slab : slabs) {
-    const auto fit = slab->free.best_fit(span);
-    if (fit && (best == nullptr || fit->size < best_size)) {
-      best = slab.get();
-      best_size = fit->size;
-    }
-  }
-  if (best != nullptr) return best;
-  const Bytes room = round_down(saturating_sub(usage.budget, usage.mapped), kPage);
-  if (room < span) {
-    return out_of_budget(span, pool,
-                         format_bytes(span) + " of pinned host memory for " + name_of(pool) +
-                             " do not fit: " + format_bytes(usage.live) + " of the DDR budget of " +
-                             format_bytes(usage.budget) + " are in use");
-  }
-  return pin_slab(std::min(room, std::max(span, round_up(options.slab, kPage))));
-}
-
-Result<Slab*> DdrPool::Impl::pin_slab(Bytes size) {
-  const Nanoseconds began = steady_clock().now();
-  auto base = map_slab(size, options);
-  if (!base) return std::move(base).error();
-  if (auto pinned = device.pin(*base, size); !pinned) {
-    munmap(*base, size.count());
-    return pinned.error();
-  }
-  metrics().add<Metric::kPinSeconds>(steady_clock().now() - began);
-  auto slab = std::make_unique<Slab>(Slab{*base, size, {}});
-  slab->free.insert({0, size, 0});
-  usage.set_mapped(usage.mapped + size);
-  slabs.push_back(std::move(slab));
-  return slabs.back().get();
-}
 
 DdrPool::DdrPool(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Result<std::unique_ptr<DdrPool>> DdrPool::create(Device& device, Options options) {
-  return std::unique_ptr<DdrPool>(new DdrPool(std::make_unique<Impl>(device, options)));
+  if (Status nodes = check_numa_nodes(options.numa_nodes); !nodes.ok()) return nodes.error();
+  PinnedExtents::Options extents;
+  extents.lease = options.lease ? options.lease : std::make_shared<HostLease>(options.budget);
+  extents.least_slab = round_up(options.slab, kPage);
+  extents.slab.huge_pages = options.huge_pages;
+  extents.slab.numa_nodes = options.numa_nodes;
+  extents.say = std::move(options.say);
+  auto impl = std::make_unique<Impl>(device, std::move(extents));
+  auto small = SmallBlocks::create(impl->source, {});
+  if (!small) return std::move(small).error();
+  impl->small = std::move(small).value();
+  return std::unique_ptr<DdrPool>(new DdrPool(std::move(impl)));
 }
 
-DdrPool::~DdrPool() {
-  TERRACE_CHECK(impl_->live.count() == 0, "every block is freed before its pool");
-  for (auto& slab : impl_->slabs) {
-    impl_->device.unpin(slab->base, slab->size);
-    munmap(slab->base, slab->size.count());
-  }
+DdrPool::~DdrPool() { TERRACE_CHECK(impl_->live.empty(), "every block is freed before its pool"); }
+
+Result<Address> DdrPool::Impl::take(Bytes size, const LiveBlock& block) {
+  auto taken = block.small ? small->allocate(size) : extents.take(block.span);
+  // What small blocks keep for reuse may be just what is missing.
+  if (!taken && small->purge() > 0_B) taken = block.small ? small->allocate(size) : extents.take(block.span);
+  return taken;
+}
+
+Error DdrPool::Impl::explain(Error refusal, Bytes size, Pool pool) const {
+  refusal.bytes = size;
+  refusal.pool = pool;
+  if (refusal.code != Errc::kOutOfBudget) return refusal;
+  const std::lock_guard lock(mutex);
+  refusal.text = format_bytes(size) + " of pinned host memory for " + name_of(pool) +
+                 " do not fit: " + format_bytes(blocks.live) + " of the DDR budget of " +
+                 format_bytes(lease->budget()) + " are in use";
+  return refusal;
 }
 
 Result<Block> DdrPool::allocate(Bytes size, Pool pool) {
-  const Bytes span = round_up(std::max(size, 1_B), kPage);
-  std::lock_guard lock(impl_->mutex);
-  auto slab = impl_->slab_for(span, pool);
-  if (!slab) return std::move(slab).error();
-  const auto fit = (*slab)->free.best_fit(span);
-  TERRACE_CHECK(fit.has_value(), "the slab chosen has room");
-  (*slab)->free.take(fit->offset, span);
-  const Block block{(*slab)->base + fit->offset, size, pool};
-  impl_->live.insert(block, span);
-  impl_->usage.add(pool, span);
-  return block;
+  // Before anything is rounded: rounding up what is absurd would wrap around.
+  if (size > impl_->lease->budget()) return impl_->explain(out_of_budget(size, pool, ""), size, pool);
+  LiveBlock block{.span = {}, .pool = pool, .small = size < kSmallBlockLimit};
+  block.span = block.small ? SmallBlocks::span_of(size) : round_up(size, kPage);
+  auto address = impl_->take(size, block);
+  if (!address) return impl_->explain(std::move(address).error(), size, pool);
+  const std::lock_guard lock(impl_->mutex);
+  const bool fresh = impl_->live.emplace(*address, block).second;
+  TERRACE_CHECK(fresh, "a live block's address is its own");
+  impl_->blocks.add(pool, block.span);
+  return Block{*address, size, pool};
 }
 
-void DdrPool::free(const Block& block) {
-  std::lock_guard lock(impl_->mutex);
-  const Bytes span = impl_->live.remove(block.address);
-  for (auto& slab : impl_->slabs) {
-    if (block.address < slab->base || block.address >= slab->base + slab->size.count()) continue;
-    slab->free.insert({static_cast<std::uint64_t>(block.address - slab->base), span, 0});
-    impl_->usage.remove(block.pool, span);
-    return;
+Status DdrPool::free(const Block& block) {
+  LiveBlock freed;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    const auto found = impl_->live.find(block.address);
+    if (found != impl_->live.end()) {
+      freed = found->second;
+      impl_->live.erase(found);
+      impl_->blocks.remove(freed.pool, freed.span);
+    }
   }
-  TERRACE_CHECK(false, "a live block lies in a slab");
+  if (freed.span == 0_B) {
+    return Error{
+        .code = Errc::kInvalidArgument,
+        .text = impl_->extents.contains(block.address)
+                    ? "free of a DDR block: the address is the start of none that is live; it was freed "
+                      "already, or lies inside one"
+                    : "free of a DDR block: the address is not of this pool",
+        .bytes = block.size};
+  }
+  if (freed.small) {
+    impl_->small->free(block.address);
+  } else {
+    impl_->extents.give(block.address, freed.span);
+  }
+  return {};
 }
 
-void DdrPool::set_budget(Bytes budget) {
-  std::lock_guard lock(impl_->mutex);
-  impl_->usage.budget = budget;
+Bytes DdrPool::set_budget(Bytes budget) {
+  impl_->lease->set_budget(budget);
+  if (impl_->lease->excess() > 0_B) {
+    impl_->small->purge();
+    impl_->extents.trim(PinnedExtents::Until::kBudgetIsKept);
+  }
+  return impl_->lease->excess();
+}
+
+Bytes DdrPool::trim() {
+  impl_->small->purge();
+  return impl_->extents.trim(PinnedExtents::Until::kNothingIsFree);
 }
 
 PoolUsage DdrPool::usage() const {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->usage;
+  PoolUsage usage;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    usage = impl_->blocks;
+  }
+  usage.budget = impl_->lease->budget();
+  usage.mapped = impl_->extents.mapped();
+  usage.mapped_peak = impl_->extents.mapped_peak();
+  return usage;
 }
 
 void DdrPool::reset_peaks() {
-  std::lock_guard lock(impl_->mutex);
-  impl_->usage.reset_peaks();
+  impl_->extents.reset_peak();
+  const std::lock_guard lock(impl_->mutex);
+  impl_->blocks.reset_peaks();
 }
 
 }  // namespace terrace

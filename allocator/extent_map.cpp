@@ -1,5 +1,6 @@
 #include "allocator/extent_map.hpp"
 
+#include <algorithm>
 #include <iterator>
 
 #include "runtime/assert.hpp"
@@ -28,6 +29,7 @@ void ExtentMap::insert(Extent extent) {
       extent.offset = previous->first;
       extent.size += previous->second.size;
       extent.pending |= previous->second.pending;
+      extent.sequence = std::max(extent.sequence, previous->second.sequence);
       erase(previous);
     }
   }
@@ -36,6 +38,7 @@ void ExtentMap::insert(Extent extent) {
     if (extent.end() == next->first) {
       extent.size += next->second.size;
       extent.pending |= next->second.pending;
+      extent.sequence = std::max(extent.sequence, next->second.sequence);
       erase(next);
     }
   }
@@ -63,11 +66,13 @@ Extent ExtentMap::take(std::uint64_t offset, Bytes size) {
   const Extent whole = it->second;
   TERRACE_CHECK(offset + size.count() <= whole.end(), "the range taken is free");
   erase(it);
-  if (offset > whole.offset) add({whole.offset, Bytes(offset - whole.offset), whole.pending});
-  if (const std::uint64_t end = offset + size.count(); end < whole.end()) {
-    add({end, Bytes(whole.end() - end), whole.pending});
+  if (offset > whole.offset) {
+    add({whole.offset, Bytes(offset - whole.offset), whole.pending, whole.sequence});
   }
-  return {offset, size, whole.pending};
+  if (const std::uint64_t end = offset + size.count(); end < whole.end()) {
+    add({end, Bytes(whole.end() - end), whole.pending, whole.sequence});
+  }
+  return {offset, size, whole.pending, whole.sequence};
 }
 
 Bytes ExtentMap::largest() const { return by_size_.empty() ? 0_B : Bytes(by_size_.rbegin()->first); }

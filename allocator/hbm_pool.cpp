@@ -3,38 +3,16 @@
 #include <algorithm>
 #include <bit>
 #include <mutex>
-#include <vector>
 
-#include "allocator/chunk_range.hpp"
+#include "allocator/hbm_pool_impl.hpp"
 #include "runtime/assert.hpp"
-#include "runtime/clock.hpp"
-#include "runtime/metrics.hpp"
+#include "runtime/trace/recorder.hpp"
 
 namespace terrace {
 namespace {
 
-constexpr Bytes kAlignment = 512_B;
-constexpr Bytes kLargestChunk = 32_MiB;
-constexpr std::uint64_t kChunksPerBudget = 128;  // a chunk is at most this part of the budget
-constexpr std::uint64_t kAddressFactor = 4;      // addresses are free; room to grow past fragmented parts
-constexpr std::size_t kMaxStreams = 64;
-
-enum class Lifetime : std::uint8_t { kLong = 0, kShort = 1 };
-
-Lifetime lifetime_of(Pool pool) {
-  switch (pool) {
-    case Pool::kWeights:
-    case Pool::kOptimizer:
-    case Pool::kGradient:
-    case Pool::kComm:
-      return Lifetime::kLong;
-    case Pool::kActivation:
-    case Pool::kExpert:
-    case Pool::kScratch:
-      return Lifetime::kShort;
-  }
-  return Lifetime::kShort;
-}
+constexpr Bytes kLargestChunk = 16_MiB;
+constexpr std::uint64_t kChunksPerBudget = 512;  // a chunk is at most this part of the budget
 
 Bytes chunk_for(Bytes budget, Bytes granularity) {
   return std::max(granularity, round_down(std::min(kLargestChunk, budget / kChunksPerBudget), granularity));
@@ -42,117 +20,10 @@ Bytes chunk_for(Bytes budget, Bytes granularity) {
 
 }  // namespace
 
-struct HbmPool::Impl {
-  Device& device;
-  Bytes chunk;
-  Event fence;  // recorded and waited for under the lock, never kept
-  mutable std::mutex mutex;
-  std::vector<ChunkRange> ranges;  // by Lifetime
-  std::vector<Stream> streams;     // the meaning of the bits in Extent::pending
-  BlockTable live;
-  PoolUsage usage;
-
-  Impl(Device& d, Bytes c) : device(d), chunk(c) {}
-
-  std::uint64_t bit_of(Stream stream);
-  ChunkRange& range_of(Pool pool) { return ranges[static_cast<std::size_t>(lifetime_of(pool))]; }
-  Status order_behind(Stream stream, std::uint64_t pending);
-  Status finish(std::uint64_t pending);
-  Status grow(ChunkRange& range, Bytes size, Pool pool);
-  Result<Physical> obtain_chunk(const ChunkRange& growing, const ChunkRange::Growth& growth, Bytes size,
-                                Pool pool);
-  Result<Physical> reclaim_chunk(const ChunkRange& growing, const ChunkRange::Growth* growth);
-  Error refusal(Bytes size, Pool pool) const;
-  void give_back(const Block& block, std::uint64_t pending);
-};
-
-std::uint64_t HbmPool::Impl::bit_of(Stream stream) {
-  auto it = std::find(streams.begin(), streams.end(), stream);
-  if (it == streams.end()) {
-    TERRACE_CHECK(streams.size() < kMaxStreams, "a pool serves at most 64 streams");
-    it = streams.insert(streams.end(), stream);
-  }
-  return 1ULL << (it - streams.begin());
+HbmPool::HbmPool(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {
+  CacheRegistry::add(*impl_);
+  key_ = impl_->key();
 }
-
-// Makes later work on `stream` wait for what the other streams have been given so far.
-Status HbmPool::Impl::order_behind(Stream stream, std::uint64_t pending) {
-  pending &= ~bit_of(stream);
-  for (; pending != 0; pending &= pending - 1) {
-    const Stream other = streams[static_cast<std::size_t>(std::countr_zero(pending))];
-    if (auto recorded = device.record(other, fence); !recorded) return recorded;
-    if (auto waits = device.wait(stream, fence); !waits) return waits;
-  }
-  return {};
-}
-
-// Waits on the host: physical memory is about to move.
-Status HbmPool::Impl::finish(std::uint64_t pending) {
-  const Nanoseconds began = steady_clock().now();
-  for (; pending != 0; pending &= pending - 1) {
-    const Stream other = streams[static_cast<std::size_t>(std::countr_zero(pending))];
-    if (auto recorded = device.record(other, fence); !recorded) return recorded;
-    if (auto done = device.synchronize(fence); !done) return done;
-  }
-  metrics().add<Metric::kStallSeconds>(StallReason::kBudget, steady_clock().now() - began);
-  return {};
-}
-
-Error HbmPool::Impl::refusal(Bytes size, Pool pool) const {
-  return out_of_budget(size, pool,
-                       format_bytes(size) + " of HBM for " + name_of(pool) +
-                           " do not fit: " + format_bytes(usage.live) + " of the budget of " +
-                           format_bytes(usage.budget) + " are in use");
-}
-
-Result<Physical> HbmPool::Impl::reclaim_chunk(const ChunkRange& growing, const ChunkRange::Growth* growth) {
-  for (ChunkRange& range : ranges) {
-    const auto index = range.free_chunk(&range == &growing ? growth : nullptr);
-    if (!index) continue;
-    if (auto done = finish(range.pending_in(*index)); !done) return done.error();
-    return range.unmap_chunk(*index);
-  }
-  return Error{Errc::kNotFound, "no chunk is free", {}, {}};
-}
-
-Result<Physical> HbmPool::Impl::obtain_chunk(const ChunkRange& growing, const ChunkRange::Growth& growth,
-                                             Bytes size, Pool pool) {
-  if (usage.mapped + chunk <= usage.budget) {
-    auto created = device.create_physical(chunk);
-    if (created) usage.set_mapped(usage.mapped + chunk);
-    return created;
-  }
-  // At the wall: free memory elsewhere in the pool moves under the range that needs it.
-  auto moved = reclaim_chunk(growing, &growth);
-  if (!moved && moved.error().code == Errc::kNotFound) return refusal(size, pool);
-  return moved;
-}
-
-// Maps chunks until `size` bytes are free next to each other in `range`.
-Status HbmPool::Impl::grow(ChunkRange& range, Bytes size, Pool pool) {
-  if (usage.live + size > usage.budget) return refusal(size, pool);
-  const auto growth = range.plan_growth(size);
-  if (!growth) return refusal(size, pool);
-  for (std::size_t i = 0; i < growth->chunks; ++i) {
-    auto physical = obtain_chunk(range, *growth, size, pool);
-    if (!physical) return physical.error();
-    if (auto mapped = range.map_chunk(growth->first_chunk + i, *physical); !mapped) {
-      device.destroy_physical(*physical);
-      usage.set_mapped(usage.mapped - chunk);
-      return mapped;
-    }
-  }
-  return {};
-}
-
-void HbmPool::Impl::give_back(const Block& block, std::uint64_t pending) {
-  const Bytes span = live.remove(block.address);
-  ChunkRange& range = range_of(block.pool);
-  range.free().insert({range.offset_of(block.address), span, pending});
-  usage.remove(block.pool, span);
-}
-
-HbmPool::HbmPool(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Result<std::unique_ptr<HbmPool>> HbmPool::create(Device& device, Options options) {
   const Bytes granularity = device.info().granularity;
@@ -164,105 +35,174 @@ Result<std::unique_ptr<HbmPool>> HbmPool::create(Device& device, Options options
                  chunk,
                  {}};
   }
-  auto fence = device.create_event();
-  if (!fence) return std::move(fence).error();
-  auto impl = std::make_unique<Impl>(device, chunk);
-  impl->fence = *fence;
-  impl->usage.budget = options.budget;
-  std::unique_ptr<HbmPool> pool(new HbmPool(std::move(impl)));
-  for (int lifetime = 0; lifetime < 2; ++lifetime) {
-    auto range = ChunkRange::create(device, round_up(device.info().capacity * kAddressFactor, chunk), chunk);
-    if (!range) return std::move(range).error();
-    pool->impl_->ranges.push_back(std::move(range).value());
-  }
-  return pool;
+  auto centre = HbmCentre::create(device, {.budget = options.budget, .chunk = chunk});
+  if (!centre) return std::move(centre).error();
+  return std::unique_ptr<HbmPool>(new HbmPool(std::make_unique<Impl>(device, std::move(centre).value())));
 }
 
 HbmPool::~HbmPool() {
-  TERRACE_CHECK(impl_->live.count() == 0, "every block is freed before its pool");
-  for (Stream stream : impl_->streams) (void)impl_->finish(impl_->bit_of(stream));
-  impl_->ranges.clear();
-  impl_->device.destroy_event(impl_->fence);
-}
-
-Result<Block> HbmPool::allocate(Stream stream, Bytes size, Pool pool) {
-  const Bytes span = round_up(std::max(size, 1_B), kAlignment);
-  std::lock_guard lock(impl_->mutex);
-  ChunkRange& range = impl_->range_of(pool);
-  auto fit = range.free().best_fit(span);
-  if (!fit) {
-    if (auto grown = impl_->grow(range, span, pool); !grown) return grown.error();
-    fit = range.free().best_fit(span);
-    TERRACE_CHECK(fit.has_value(), "growth makes room");
+  CacheRegistry::remove(*impl_);
+  if (impl_->in_child) {
+    // The memory is the parent's: nothing here may unmap or destroy it.
+    (void)impl_.release();
+    return;
   }
-  if (auto ordered = impl_->order_behind(stream, fit->pending); !ordered) return ordered.error();
-  range.free().take(fit->offset, span);
-  const Block block{range.address_of(fit->offset), size, pool};
-  impl_->live.insert(block, span);
-  impl_->usage.add(pool, span);
-  return block;
+  const std::lock_guard lock(impl_->mutex());
+  const Bytes live = impl_->empty_all(Impl::Lanes::kDropped);
+  TERRACE_CHECK(live == 0_B, "every block is freed before its pool");
+  TERRACE_PARANOID(impl_->walk().ok(), "the heap is whole at its end");
 }
 
-void HbmPool::free(Stream stream, const Block& block) {
-  std::lock_guard lock(impl_->mutex);
-  impl_->give_back(block, impl_->bit_of(stream));
+// The fast paths: this thread's cache, entered with a plain store; nothing shared is written. They call
+// nothing but at their very end and give back one word, so that they save no register.
+Address HbmPool::take_cached(Stream stream, Bytes size, Pool pool) {
+  ThreadCache* cache = cache_of_this_thread(key_);
+  if (cache == nullptr || !cache->gate().enter()) [[unlikely]]
+    return nullptr;
+  if (!ThreadCache::is_small(size)) return Impl::take_large(*cache, stream, size, pool);
+  Address at = nullptr;
+  const auto outcome = cache->take_small(stream, size, pool, TenantId{}, at);
+  if (outcome == ThreadCache::Outcome::kCount) [[unlikely]]
+    return Impl::taken(*cache, at, size);
+  cache->gate().leave();
+  return outcome == ThreadCache::Outcome::kDone ? at : nullptr;
 }
 
-void HbmPool::free_completed(const Block& block) {
-  std::lock_guard lock(impl_->mutex);
-  impl_->give_back(block, 0);
+bool HbmPool::put_cached(Stream stream, const Block& block) {
+  ThreadCache* cache = cache_of_this_thread(key_);
+  if (cache == nullptr || !cache->gate().enter()) [[unlikely]]
+    return false;
+  if (!ThreadCache::is_small(block.size)) return Impl::put_large(*cache, stream, block);
+  ThreadCache::Found found;
+  auto outcome = ThreadCache::Outcome::kMiss;
+  if (cache->find_plain(block, found)) [[likely]]
+    outcome = cache->put_small(stream, found);
+  if (outcome == ThreadCache::Outcome::kCount) [[unlikely]]
+    return Impl::put_away(*cache, found.units);
+  cache->gate().leave();
+  return outcome == ThreadCache::Outcome::kDone;
+}
+
+Result<Block> HbmPool::allocate_slowly(Stream stream, Bytes size, Pool pool) {
+  return impl_->allocate_slowly({.stream = stream, .size = size, .pool = pool, .options = {}});
+}
+
+Status HbmPool::free_slowly(Stream stream, Address at) { return impl_->free_slowly(stream, at); }
+
+Result<Block> HbmPool::allocate(Stream stream, Bytes size, Pool pool, const BlockOptions& options) {
+  if (!std::has_single_bit(options.alignment.count()) || options.alignment > impl_->centre->chunk()) {
+    return Error{.code = Errc::kInvalidArgument,
+                 .text = "an alignment of " + std::to_string(options.alignment.count()) +
+                         " bytes is no power of two up to the chunk, " + format_bytes(impl_->centre->chunk()),
+                 .bytes = size,
+                 .pool = pool};
+  }
+  if (auto known = impl_->quotas.check(options.tenant); !known) return known.error();
+  return impl_->allocate_slowly({.stream = stream, .size = size, .pool = pool, .options = options});
+}
+
+Status HbmPool::free_completed(const Block& block) {
+  const std::lock_guard lock(impl_->mutex());
+  if (auto here = impl_->refuse_in_child(); !here) return here;
+  const auto word = impl_->live_word(block.address);
+  if (!word) return word.error();
+  if (impl_->recorded) trace::record_free(block.address, 0);
+  impl_->quotas.refund(word->span(), word->pool(), word->tenant());
+  impl_->count_removed(impl_->own_cache(), *word);
+  impl_->give_back(block.address, {});
+  return {};
 }
 
 Bytes HbmPool::trim() {
-  std::lock_guard lock(impl_->mutex);
-  Bytes given;
-  while (true) {
-    auto physical = impl_->reclaim_chunk(impl_->ranges.front(), nullptr);
-    if (!physical) break;
-    impl_->device.destroy_physical(*physical);
-    impl_->usage.set_mapped(impl_->usage.mapped - impl_->chunk);
-    given += impl_->chunk;
+  const std::lock_guard lock(impl_->mutex());
+  if (impl_->in_child) return 0_B;
+  HbmCentre& centre = *impl_->centre;
+  (void)impl_->empty_all(Impl::Lanes::kKept);
+  const Bytes before = centre.mapped();
+  while (centre.release_chunk()) {
   }
-  return given;
+  TERRACE_PARANOID(impl_->walk().ok(), "the heap is whole after a trim");
+  return before - centre.mapped();
 }
 
 Bytes HbmPool::set_budget(Bytes budget) {
+  const std::lock_guard lock(impl_->mutex());
+  if (impl_->in_child) return 0_B;
+  HbmCentre& centre = *impl_->centre;
+  centre.set_budget(budget);
+  impl_->published.set_budget(budget);
   {
-    std::lock_guard lock(impl_->mutex);
-    impl_->usage.budget = budget;
-    if (impl_->usage.mapped <= budget) return 0_B;
+    const Impl::StoppedThreads stopped(*impl_);
+    for (auto& cache : impl_->caches) {
+      cache->set_limits({budget});
+      if (centre.mapped() > budget) impl_->empty_cache(*cache, Impl::Lanes::kKept);
+    }
   }
-  trim();
-  std::lock_guard lock(impl_->mutex);
-  return saturating_sub(impl_->usage.mapped, budget);
+  while (centre.mapped() > budget && centre.release_chunk()) {
+  }
+  return saturating_sub(centre.mapped(), budget);
 }
 
+void HbmPool::set_limit(Pool pool, Bytes limit) {
+  const std::lock_guard lock(impl_->mutex());
+  if (impl_->in_child) return;
+  const Impl::StoppedThreads stopped(*impl_);
+  impl_->quotas.set_limit(pool, limit, impl_->totals().live(pool));
+  for (auto& cache : impl_->caches) {
+    if (impl_->quotas.limits_a_pool()) {
+      cache->gate().raise(OwnerGate::kAttention);
+    } else {
+      cache->gate().lower(OwnerGate::kAttention);
+    }
+  }
+}
+
+Status HbmPool::set_limit(TenantId tenant, Bytes limit) { return impl_->quotas.set_limit(tenant, limit); }
+Result<TenantId> HbmPool::tenant(std::string_view label) { return impl_->quotas.tenant(label); }
+std::vector<TenantUsage> HbmPool::tenants() const { return impl_->quotas.tenants(); }
+
 std::optional<Block> HbmPool::find(const std::byte* address) const {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->live.find(address);
+  return impl_->centre->table().find(address);
 }
 
 PoolUsage HbmPool::usage() const {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->usage;
+  const std::lock_guard lock(impl_->mutex());
+  PoolUsage usage;
+  usage.budget = impl_->centre->budget();
+  usage.mapped = impl_->centre->mapped();
+  usage.mapped_peak = impl_->centre->mapped_peak();
+  impl_->totals().fill(usage);
+  return usage;
 }
 
 void HbmPool::reset_peaks() {
-  std::lock_guard lock(impl_->mutex);
-  impl_->usage.reset_peaks();
+  const std::lock_guard lock(impl_->mutex());
+  if (impl_->in_child) return;
+  const Impl::StoppedThreads stopped(*impl_);
+  impl_->centre->reset_mapped_peak();
+  impl_->restart_peaks(LiveTotals::Since::kPeak);
 }
 
 Bytes HbmPool::take_watermark() {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->usage.restart_watermark();
+  const std::lock_guard lock(impl_->mutex());
+  if (impl_->in_child) return 0_B;
+  const Impl::StoppedThreads stopped(*impl_);
+  PoolUsage usage;
+  impl_->totals().fill(usage);
+  impl_->restart_peaks(LiveTotals::Since::kWatermark);
+  return usage.watermark;
 }
 
 Bytes HbmPool::largest_available() const {
-  std::lock_guard lock(impl_->mutex);
-  const std::size_t mappable = saturating_sub(impl_->usage.budget, impl_->usage.mapped) / impl_->chunk;
-  Bytes best;
-  for (const ChunkRange& range : impl_->ranges) best = std::max(best, range.largest_with(mappable));
-  return best;
+  const std::lock_guard lock(impl_->mutex());
+  if (!impl_->in_child) (void)impl_->empty_all(Impl::Lanes::kKept);
+  return impl_->centre->largest_available();
+}
+
+Result<HeapWalk> HbmPool::walk() const {
+  const std::lock_guard lock(impl_->mutex());
+  if (auto here = impl_->refuse_in_child(); !here) return here.error();
+  return impl_->walk();
 }
 
 }  // namespace terrace

@@ -1,8 +1,11 @@
 # Every outside package the build uses, found once and by name; `./dev setup` installs them.
 find_package(Threads REQUIRED)
+find_package(ZLIB REQUIRED)
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(HWLOC REQUIRED IMPORTED_TARGET hwloc)
 pkg_check_modules(NUMA REQUIRED IMPORTED_TARGET numa)
+pkg_check_modules(LIBURING REQUIRED IMPORTED_TARGET liburing)
+find_path(XXHASH_INCLUDE_DIR xxhash.h REQUIRED)  # used as a header alone
 pkg_check_modules(TOMLPP REQUIRED IMPORTED_TARGET tomlplusplus)
 pkg_check_modules(OPENBLAS REQUIRED IMPORTED_TARGET openblas)
 find_package(prometheus-cpp CONFIG REQUIRED)
@@ -11,6 +14,9 @@ find_package(spdlog CONFIG REQUIRED)
 find_package(nlohmann_json CONFIG REQUIRED)
 find_package(GTest REQUIRED)
 find_package(benchmark CONFIG REQUIRED)
+find_library(TERRACE_JEMALLOC_ARCHIVE jemalloc_pic REQUIRED)  # as it is packaged: bench/ measures it
+find_library(TERRACE_MIMALLOC mimalloc REQUIRED)
+include(jemalloc)
 
 # CUDA gives the trainer its kernels. The runtime opens the driver at run time and needs only the headers.
 option(TERRACE_CUDA "Build the CUDA device and kernels where a toolkit is found" ON)

@@ -23,6 +23,7 @@ constexpr int kForwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2
   for (const std::string& argument : run.command) argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
   for (const auto& [name, value] : run.environment) ::setenv(name.c_str(), value.c_str(), 1);
+  if (!run.pid_variable.empty()) ::setenv(run.pid_variable.c_str(), std::to_string(::getpid()).c_str(), 1);
   ::sigprocmask(SIG_SETMASK, &mask, nullptr);
   ::execvp(argv[0], argv.data());
   const int failed = errno;

@@ -10,6 +10,7 @@ namespace terrace {
 struct ChildRun {
   std::vector<std::string> command;                              // at least the program; found in PATH
   std::vector<std::pair<std::string, std::string>> environment;  // set for the command on top of ours
+  std::string pid_variable;  // set to the command's process id, for it to know itself by; empty: none
 };
 
 // Returns the exit code as a shell would give it: the command's own, 128 + signal where a signal ended it,

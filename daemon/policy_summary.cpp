@@ -34,7 +34,15 @@ std::string text_of(const Policy::Ddr& ddr) {
       for (const int node : ddr.nodes) text += " " + std::to_string(node);
       break;
   }
-  return text + (ddr.hugepages ? ", in huge pages" : ", in small pages");
+  switch (ddr.hugepages) {
+    case HugePages::kOff:
+      return text + ", in small pages";
+    case HugePages::kTransparent:
+      return text + ", in huge pages";
+    case HugePages::kExplicit:
+      break;
+  }
+  return text + ", in huge pages set aside by the administrator";
 }
 
 const char* text_of(SwapMode mode) {

@@ -9,6 +9,7 @@
 
 #include "daemon/child_run.hpp"
 #include "daemon/daemon_start.hpp"
+#include "daemon/record_target.hpp"
 #include "daemon/socket_path.hpp"
 #include "runtime/shared_page.hpp"
 
@@ -40,6 +41,10 @@ ChildRun child_of(const RunOptions& options, const std::string& socket, std::uin
   std::error_code error;
   if (!options.policy_file.empty()) {
     child.environment.emplace_back("TERRACE_POLICY", fs::absolute(options.policy_file, error).string());
+  }
+  if (!options.record.empty()) {
+    child.environment.emplace_back("TERRACE_RECORD", fs::absolute(options.record, error).string());
+    child.pid_variable = "TERRACE_RECORD_PID";
   }
   const fs::path preload = (programs / ".." / "lib" / "libterrace_preload.so").lexically_normal();
   if (fs::exists(preload, error)) {
@@ -99,6 +104,12 @@ int run_command(const RunOptions& options, const fs::path& programs) {
     std::fprintf(stderr, "terrace: %s\n", policy.error().text.c_str());
     return 2;
   }
+  if (!options.record.empty()) {
+    if (const Status ready = prepare_record_target(options.record); !ready) {
+      std::fprintf(stderr, "terrace: %s\n", ready.error().text.c_str());
+      return 2;
+    }
+  }
   std::error_code error;
   DaemonStart start;
   start.program = programs / "terraced";
@@ -121,6 +132,7 @@ int run_command(const RunOptions& options, const fs::path& programs) {
     const auto status = status_at_end(observer, start.socket, run);
     if (status) std::fputs(memory_report(*status).c_str(), stderr);
   }
+  if (!options.record.empty()) std::fputs(record_notice(options.record).c_str(), stderr);
   return code;
 }
 

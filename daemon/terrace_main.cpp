@@ -7,6 +7,7 @@
 
 #include "daemon/observer.hpp"
 #include "daemon/policy_summary.hpp"
+#include "daemon/replay_command.hpp"
 #include "daemon/run_command.hpp"
 #include "daemon/status_text.hpp"
 #include "daemon/version.hpp"
@@ -71,6 +72,8 @@ int main(int argc, char** argv) {
   run_app->add_option("--socket", run.socket, "Socket of the daemon");
   run_app->add_option("--listen", run.listen, "Address for metrics, where a daemon is started");
   run_app->add_option("--job", run.job, "Name of the job in the metrics; else the command's name");
+  run_app->add_option("--record", run.record,
+                      "Write a trace of the command's device allocations to this file");
   run_app->add_option("command", run.command, "The command and its arguments")->required();
   run_app->positionals_at_end();
 
@@ -85,12 +88,25 @@ int main(int argc, char** argv) {
   status_app->add_option("--policy", status_policy, "Policy file that names the socket");
   status_app->add_flag("--json", json, "As one line of JSON");
 
+  ReplayOptions replay;
+  bool replay_json = false;
+  CLI::App* replay_app = app.add_subcommand("replay", "Replay a recorded trace against an allocator");
+  replay_app->add_option("trace", replay.trace, "File of `terrace run --record`, also with gzip")->required();
+  replay_app->add_option("--allocator", replay.allocator, "terrace, baseline (none), or a plugin's FILE.so");
+  replay_app->add_option("--device", replay.device, "auto, cuda or emulated");
+  replay_app->add_option("--budget", replay.budget, "Bytes that the allocator may hold; else the device's");
+  replay_app->add_flag("--json", replay_json, "As one line of JSON");
+
   CLI::App* document_app = app.add_subcommand("metrics-doc", "Print docs/METRICS.md");
 
   CLI11_PARSE(app, argc, argv);
   if (*run_app) return run_command(run, folder_of_programs());
   if (*check_app) return check(files);
   if (*status_app) return status(status_policy, status_socket, json ? StatusForm::kJson : StatusForm::kText);
+  if (*replay_app) {
+    replay.form = replay_json ? ReportForm::kJson : ReportForm::kText;
+    return replay_command(replay);
+  }
   if (*document_app) std::fputs(metrics_document().c_str(), stdout);
   return 0;
 }

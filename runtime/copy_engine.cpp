@@ -2,12 +2,16 @@
 
 #include <array>
 #include <atomic>
-#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
-#include <vector>
+
+#include <pthread.h>
+#include <signal.h>
 
 #include "runtime/assert.hpp"
-#include "runtime/metrics.hpp"
+#include "runtime/copy_queue.hpp"
 
 namespace terrace {
 
@@ -26,78 +30,89 @@ const char* name_of(CopyReason reason) {
 }
 
 namespace {
-constexpr int kLinkDirections = 2;  // kH2D and kD2H
-constexpr bool crosses_link(Direction direction) { return direction != Direction::kD2D; }
+constexpr bool crosses_link(Direction direction) {
+  return direction == Direction::kH2D || direction == Direction::kD2H;
+}
 }  // namespace
 
 struct CopyEngine::Impl {
-  struct Lane {
-    Stream stream;
-    std::mutex
-        submitting;  // a batch is one run of operations on the stream, so that its events time it alone
-  };
-
-  explicit Impl(Device& on) : device(on) {}
-  ~Impl();
-  [[nodiscard]] Lane& lane(Direction direction) { return lanes[static_cast<std::size_t>(direction)]; }
-  [[nodiscard]] Result<Event> take_event();
-  void give_back(Event event);
-  // Everything between the batch's two events. An error leaves a part of it queued.
-  [[nodiscard]] Status queue(Direction direction, Event after, std::span<const Transfer> batch, Event started,
-                             Event finished);
+  Impl(Device& on, const Options& how)
+      : device(on),
+        options(how),
+        events(on),
+        bell(std::make_shared<Bell>()),
+        queues{CopyQueue({on, events, bell, Direction::kH2D, options}),
+               CopyQueue({on, events, bell, Direction::kD2H, options})} {}
+  [[nodiscard]] CopyQueue& queue(Direction direction) {
+    TERRACE_CHECK(crosses_link(direction), "the copy engine moves h2d and d2h");
+    return queues[static_cast<std::size_t>(direction)];
+  }
+  void serve(const std::stop_token& stop);
+  void start() {
+    thread = std::jthread([this](const std::stop_token& stop) { serve(stop); });
+  }
 
   Device& device;
-  std::array<Lane, kLinkDirections> lanes;
-  std::mutex events_mutex;
-  std::vector<Event> idle_events;
+  const Options options;
+  EventPool events;
+  const std::shared_ptr<Bell> bell;
+  std::array<CopyQueue, 2> queues;  // by direction
   std::atomic<int> tickets{0};
+  std::jthread thread;  // last: it uses all of the above
 };
 
-CopyEngine::Impl::~Impl() {
-  for (const Lane& each : lanes) {
-    if (each.stream != Stream{}) device.destroy_stream(each.stream);
-  }
-  for (const Event event : idle_events) device.destroy_event(event);
+namespace {
+// The process's signals are for its own threads. Faults stay open: they belong to whoever caused them.
+void leave_signals_to_others() {
+  sigset_t blocked;
+  sigfillset(&blocked);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF})
+    sigdelset(&blocked, fault);
+  pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
 }
 
-Result<Event> CopyEngine::Impl::take_event() {
-  {
-    const std::lock_guard lock(events_mutex);
-    if (!idle_events.empty()) {
-      const Event event = idle_events.back();
-      idle_events.pop_back();
-      return event;
+void tell(std::vector<CopyQueue::Ended> ended) {
+  for (CopyQueue::Ended& each : ended) {
+    const auto on_done = std::exchange(each.job->on_done, nullptr);
+    on_done(each.status);
+  }
+}
+}  // namespace
+
+void CopyEngine::Impl::serve(const std::stop_token& stop) {
+  pthread_setname_np(pthread_self(), "terrace-copies");
+  leave_signals_to_others();
+  (void)device.bind_thread();  // once, and not at every call; one that finds it unbound binds it again
+  while (!stop.stop_requested()) {
+    std::optional<Nanoseconds> look_at;
+    for (CopyQueue& queue : queues) {
+      CopyQueue::Turn turn = queue.take_turn();
+      tell(std::move(turn.ended));
+      if (turn.look_at && (!look_at || *turn.look_at < *look_at)) look_at = turn.look_at;
     }
+    bell->wait(stop, look_at);
   }
-  return device.create_event();
+  for (CopyQueue& queue : queues) tell(queue.close());
 }
 
-void CopyEngine::Impl::give_back(Event event) {
-  const std::lock_guard lock(events_mutex);
-  idle_events.push_back(event);
-}
+Result<std::unique_ptr<CopyEngine>> CopyEngine::create(Device& device) { return create(device, Options{}); }
 
-Status CopyEngine::Impl::queue(Direction direction, Event after, std::span<const Transfer> batch,
-                               Event started, Event finished) {
-  const Stream stream = lane(direction).stream;
-  if (after != Event{}) {
-    if (Status waits = device.wait(stream, after); !waits.ok()) return waits;
+Result<std::unique_ptr<CopyEngine>> CopyEngine::create(Device& device, const Options& options) {
+  if (options.chunk == 0_B || options.window < options.chunk) {
+    return Error{.code = Errc::kInvalidArgument,
+                 .text = "copy engine: a window of " + format_bytes(options.window) + " for chunks of " +
+                         format_bytes(options.chunk) +
+                         "; a chunk is at least a byte, a window at least a chunk"};
   }
-  if (Status recorded = device.record(stream, started); !recorded.ok()) return recorded;
-  for (const Transfer& transfer : batch) {
-    Status copied = device.copy(stream, direction, transfer.to, transfer.from, transfer.size);
-    if (!copied.ok()) return copied;
+  auto impl = std::make_unique<Impl>(device, options);
+  for (CopyQueue& queue : impl->queues) {
+    if (Status opened = queue.open(); !opened.ok()) return opened.error();
   }
-  return device.record(stream, finished);
-}
-
-Result<std::unique_ptr<CopyEngine>> CopyEngine::create(Device& device) {
-  auto impl = std::make_unique<Impl>(device);
-  for (Impl::Lane& lane : impl->lanes) {
-    // High: a copy that waits behind compute in the queue misses its window.
-    const Result<Stream> stream = device.create_stream(StreamPriority::kHigh);
-    if (!stream.ok()) return stream.error();
-    lane.stream = *stream;
+  try {
+    impl->start();
+  } catch (const std::system_error& refused) {
+    return Error{.code = Errc::kOutOfMemory,
+                 .text = std::string("copy engine: no thread to send chunks: ") + refused.what()};
   }
   return std::unique_ptr<CopyEngine>(new CopyEngine(std::move(impl)));
 }
@@ -105,100 +120,97 @@ Result<std::unique_ptr<CopyEngine>> CopyEngine::create(Device& device) {
 CopyEngine::CopyEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 CopyEngine::~CopyEngine() {
+  impl_->thread.request_stop();
+  impl_->thread.join();
   TERRACE_CHECK(impl_->tickets.load() == 0, "tickets are gone before their copy engine");
 }
 
-Result<CopyEngine::Ticket> CopyEngine::submit(Direction direction, Event after,
-                                              std::span<const Transfer> batch, CopyReason reason) {
-  if (!crosses_link(direction)) {
+Result<CopyEngine::Ticket> CopyEngine::submit(const Request& request, std::span<const Transfer> batch) {
+  if (!crosses_link(request.direction)) {
     return Error{.code = Errc::kInvalidArgument,
-                 .text = "copy engine: d2d does not cross the link; copy on a stream of the device"};
+                 .text = std::string("copy engine: ") + name_of(request.direction) +
+                         " does not cross the link; copy on a stream of the device"};
   }
-  const Result<Event> started = impl_->take_event();
-  if (!started.ok()) return started.error();
-  const Result<Event> finished = impl_->take_event();
-  if (!finished.ok()) {
-    impl_->give_back(*started);
-    return finished.error();
-  }
-  Impl::Lane& lane = impl_->lane(direction);
-  Status queued;
-  {
-    const std::lock_guard lock(lane.submitting);
-    queued = impl_->queue(direction, after, batch, *started, *finished);
-  }
-  if (!queued.ok()) {
-    // Part of the batch may be on its way into memory that the caller is about to reuse. What the wait
-    // reports adds nothing to the error in hand.
-    (void)impl_->device.synchronize(lane.stream);
-    impl_->give_back(*started);
-    impl_->give_back(*finished);
-    return queued.error();
-  }
+  auto job = std::make_shared<CopyJob>();
+  job->reason = request.reason;
+  job->priority = request.priority;
+  job->on_done = request.on_done;
+  job->pieces.assign(batch.begin(), batch.end());
+  for (const Transfer& transfer : batch) job->bytes += transfer.size;
+  job->rest = job->bytes;
+  if (Status sent = impl_->queue(request.direction).submit(job, request.after); !sent.ok())
+    return sent.error();
   Ticket ticket;
   ticket.engine_ = this;
-  ticket.started_ = *started;
-  ticket.finished_ = *finished;
-  for (const Transfer& transfer : batch) ticket.bytes_ += transfer.size;
-  ticket.direction_ = direction;
-  ticket.reason_ = reason;
-  metrics().add<Metric::kTransferBytes>(direction, reason, ticket.bytes_);
+  ticket.queue_ = &impl_->queue(request.direction);
+  ticket.job_ = std::move(job);
   impl_->tickets.fetch_add(1);
   return ticket;
 }
 
-Stream CopyEngine::stream(Direction direction) const {
-  TERRACE_CHECK(crosses_link(direction), "the copy engine has a stream for h2d and one for d2h");
-  return impl_->lane(direction).stream;
+void CopyEngine::set_cap(Direction direction, double bytes_per_second) {
+  TERRACE_CHECK(bytes_per_second >= 0, "a cap is a rate, or 0 for none");
+  impl_->queue(direction).set_cap(bytes_per_second);
 }
+
+double CopyEngine::cap(Direction direction) const { return impl_->queue(direction).cap(); }
+
+Bytes CopyEngine::held_back(Direction direction) const { return impl_->queue(direction).held_back(); }
 
 Result<double> CopyEngine::seconds(const Ticket& ticket) const {
   TERRACE_CHECK(ticket.engine_ == this, "the ticket is of this engine");
-  return impl_->device.seconds_between(ticket.started_, ticket.finished_);
+  return ticket.queue_->seconds(ticket.job_);
 }
 
 CopyEngine::Ticket::Ticket(Ticket&& other) noexcept
     : engine_(std::exchange(other.engine_, nullptr)),
-      started_(other.started_),
-      finished_(other.finished_),
-      bytes_(other.bytes_),
-      direction_(other.direction_),
-      reason_(other.reason_) {}
+      queue_(std::exchange(other.queue_, nullptr)),
+      job_(std::move(other.job_)) {}
 
 CopyEngine::Ticket& CopyEngine::Ticket::operator=(Ticket&& other) noexcept {
   if (this != &other) {
     Ticket gone(std::move(*this));
     engine_ = std::exchange(other.engine_, nullptr);
-    started_ = other.started_;
-    finished_ = other.finished_;
-    bytes_ = other.bytes_;
-    direction_ = other.direction_;
-    reason_ = other.reason_;
+    queue_ = std::exchange(other.queue_, nullptr);
+    job_ = std::move(other.job_);
   }
   return *this;
 }
 
 CopyEngine::Ticket::~Ticket() {
-  if (engine_ == nullptr) return;
-  Impl& impl = *engine_->impl_;
-  if (done()) {
-    if (const auto spent = engine_->seconds(*this)) {
-      metrics().add<Metric::kTransferSeconds>(direction_, reason_, *spent);
-    }
-  }
-  impl.give_back(started_);
-  impl.give_back(finished_);
-  impl.tickets.fetch_sub(1);
+  if (job_ == nullptr) return;
+  (void)queue_->done(job_);  // counts what has arrived
+  engine_->impl_->tickets.fetch_sub(1);
+}
+
+Bytes CopyEngine::Ticket::bytes() const {
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  return job_->bytes;
 }
 
 bool CopyEngine::Ticket::done() const {
-  TERRACE_CHECK(valid(), "the ticket holds a transfer");
-  return engine_->impl_->device.completed(finished_);
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  return queue_->done(job_);
 }
 
 Status CopyEngine::Ticket::synchronize() const {
-  TERRACE_CHECK(valid(), "the ticket holds a transfer");
-  return engine_->impl_->device.synchronize(finished_);
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  return queue_->synchronize(job_);
+}
+
+Status CopyEngine::Ticket::order_before(Stream stream) const {
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  return queue_->order_before(job_, stream);
+}
+
+Status CopyEngine::Ticket::promote() const {
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  return queue_->promote(job_);
+}
+
+void CopyEngine::Ticket::cancel() const {
+  TERRACE_CHECK(valid(), "the ticket holds a copy");
+  queue_->cancel(job_);
 }
 
 }  // namespace terrace

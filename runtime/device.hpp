@@ -10,6 +10,7 @@
 // the order in which calls on that stream were made. Errors are values; a failed call has changed nothing.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -50,7 +51,10 @@ enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2, kPeer = 3 };
 inline constexpr int kDirectionCount = 4;
 [[nodiscard]] const char* name_of(Direction direction);  // "h2d", "d2h", "d2d", "peer"
 
-enum class StreamPriority : std::uint8_t { kNormal, kHigh };
+// kWaiting: for streams that mostly wait for events. A GPU maps streams of one priority onto a few hardware
+// queues, where one that waits holds up those it shares a queue with: between the other two, it holds up
+// neither compute nor copies.
+enum class StreamPriority : std::uint8_t { kNormal, kWaiting, kHigh };
 
 struct Capabilities {
   bool host_addressable = false;  // the host may read and write HBM at its Address
@@ -83,6 +87,8 @@ struct MemoryInfo {
   Bytes total;
 };
 
+struct RingExchange;  // runtime/ring_exchange.hpp
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -98,7 +104,10 @@ class Device {
   [[nodiscard]] virtual Result<Physical> create_host_physical(Bytes size, int numa_node) = 0;
   virtual void destroy_physical(Physical physical) = 0;  // unmapped before
   [[nodiscard]] virtual Status map(Address at, Physical physical,
-                                   Bytes size) = 0;                // readable and writable on return
+                                   Bytes size) = 0;  // readable and writable on return
+  // Maps pieces of device memory, of `each` bytes, next to each other from `at`: all of them or none. Access
+  // is granted once for all, which costs a GPU's driver a fifth of doing it piece by piece.
+  [[nodiscard]] virtual Status map_all(Address at, std::span<const Physical> pieces, Bytes each) = 0;
   [[nodiscard]] virtual Status unmap(Address at, Bytes size) = 0;  // the caller knows that no work uses it
   // Lets `peer` read and write whatever is mapped on this device, now and later. Idempotent; the peer
   // outlives this device's mappings. Errors: kNotSupported (no path between the two), and then nothing
@@ -107,6 +116,8 @@ class Device {
   [[nodiscard]] virtual Result<MemoryInfo> memory() const = 0;
 
   // --- Host memory the copy engines can reach at full speed. The range stays the caller's. ---
+  // A copy may cross from one pinned range to the next where they meet at a multiple of kPinStep
+  // (runtime/pin_step.hpp).
   [[nodiscard]] virtual Status pin(Address host, Bytes size) = 0;
   virtual void unpin(Address host, Bytes size) = 0;
 
@@ -116,6 +127,8 @@ class Device {
   // Between create_stream and destroy_stream: whether other calls may name it. What was queued on a stream
   // that is no longer alive has finished.
   [[nodiscard]] virtual bool alive(Stream stream) const = 0;
+  // How many streams have ended so far: while it stands, what was alive still is. Two instructions.
+  [[nodiscard]] std::uint64_t streams_ended() const { return streams_ended_.load(std::memory_order_relaxed); }
   [[nodiscard]] virtual Status synchronize(
       Stream stream) = 0;  // the host waits; reports an earlier failed operation
   [[nodiscard]] virtual Result<Event> create_event() = 0;  // counts as completed until first recorded
@@ -139,10 +152,24 @@ class Device {
   // Runs `work` on a host thread in stream order. On cuda it must not call the device; with host_kernels it
   // is the way operators are launched.
   [[nodiscard]] virtual Status launch_host(Stream stream, std::function<void()> work) = 0;
+  // How many blocks of an exchange through ring buffers run here at once. Loads its code: asked before the
+  // first exchange, which then allocates nothing. Errors: kNotSupported, kOutOfMemory, kDeviceLost.
+  [[nodiscard]] virtual Result<std::uint32_t> exchange_blocks() = 0;
+  // Queues one step of an exchange between devices, as runtime/ring_exchange.hpp says. The host waits for
+  // nothing and learns no counts; what goes wrong later is in exchange.report. Errors: kInvalidArgument (more
+  // blocks than run at once), kNotSupported.
+  [[nodiscard]] virtual Status exchange(Stream stream, const RingExchange& exchange) = 0;
   // The CUstream behind a stream, for libraries that launch on it; null where there is none.
   [[nodiscard]] virtual void* native_stream(Stream stream) const = 0;
   // Makes the device's context current on the calling thread, for libraries that need one.
   [[nodiscard]] virtual Status bind_thread() = 0;
+
+ protected:
+  // A stream has ended: alive() says so already.
+  void count_stream_end() { streams_ended_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint64_t> streams_ended_{0};
 };
 
 struct EmulatedOptions {

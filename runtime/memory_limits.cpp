@@ -9,11 +9,22 @@
 #include <string>
 #include <string_view>
 
+#include "runtime/control_groups.hpp"
+
 namespace terrace {
 
 namespace {
 
 namespace fs = std::filesystem;
+
+// The files of a memory controller, by its version.
+struct GroupFiles {
+  const char* limit;
+  const char* usage;
+  const char* cache;  // the key in memory.stat of file pages that go first
+};
+constexpr GroupFiles kFilesOfV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+constexpr GroupFiles kFilesOfV2 = {"memory.max", "memory.current", "inactive_file"};
 
 std::optional<Bytes> number_in(std::string_view text) {
   std::uint64_t count = 0;
@@ -29,70 +40,49 @@ std::optional<Bytes> first_number_of(const fs::path& file) {
   return number_in(word);
 }
 
-std::optional<Bytes> memory_total(const fs::path& root) {
-  std::ifstream in(root / "proc/meminfo");
+// The number after a key at the start of a line.
+std::optional<Bytes> number_after(const fs::path& file, std::string_view wanted) {
+  std::ifstream in(file);
   for (std::string line; std::getline(in, line);) {
     std::istringstream words(line);
     std::string key;
     std::string value;
-    if (words >> key >> value && key == "MemTotal:") {
-      const std::optional<Bytes> kibibytes = number_in(value);
-      if (kibibytes) return *kibibytes * 1024;
-    }
+    if (words >> key >> value && key == wanted) return number_in(value);
   }
   return std::nullopt;
 }
 
-// A hierarchy of control groups: where it is mounted, which file holds a group's limit, and this process's
-// group.
-struct Hierarchy {
-  fs::path mount;
-  const char* limit_file;
-  fs::path group;  // relative to the mount
-};
-
-// A limit binds everything below it, so each group up to the mount counts. Inside a container the group's
-// path may be one of the host's that is not visible here; the mount itself is then the container's group.
-Bytes least_limit(const Hierarchy& hierarchy, Bytes least) {
-  fs::path group = hierarchy.group;
-  for (;;) {
-    if (const auto limit = first_number_of(hierarchy.mount / group / hierarchy.limit_file)) {
-      least = std::min(least, *limit);
-    }
-    if (group.empty()) return least;
-    group = group.parent_path();
-  }
+std::optional<Bytes> kibibytes_of(const fs::path& root, std::string_view key) {
+  const std::optional<Bytes> kibibytes = number_after(root / "proc/meminfo", key);
+  if (!kibibytes) return std::nullopt;
+  return *kibibytes * 1024;
 }
 
-Bytes least_group_limit(const fs::path& root, Bytes least) {
-  const fs::path mount = root / "sys/fs/cgroup";
-  std::ifstream in(root / "proc/self/cgroup");
-  // Lines of "id:controllers:/path"; version 2 is id 0 with no controllers.
-  for (std::string line; std::getline(in, line);) {
-    const std::size_t first = line.find(':');
-    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    const fs::path group = fs::path(line.substr(second + 1)).relative_path();
-    if (controllers == ",,") {
-      least = least_limit({.mount = mount, .limit_file = "memory.max", .group = group}, least);
-    } else if (controllers.find(",memory,") != std::string::npos) {
-      const fs::path v1 = mount / "memory";
-      least = least_limit({.mount = v1, .limit_file = "memory.limit_in_bytes", .group = group}, least);
-    }
+// A limit binds everything below it, so each group counts.
+void narrow_by_groups(const fs::path& root, MemoryLimits& limits) {
+  for (const ControlGroup& group : control_groups(root, "memory")) {
+    const GroupFiles& files = group.version == 1 ? kFilesOfV1 : kFilesOfV2;
+    const auto limit = first_number_of(group.folder / files.limit);
+    if (!limit || *limit >= limits.machine) continue;
+    limits.usable = std::min(limits.usable, *limit);
+    const Bytes used = saturating_sub(first_number_of(group.folder / files.usage).value_or(0_B),
+                                      number_after(group.folder / "memory.stat", files.cache).value_or(0_B));
+    const Bytes left = saturating_sub(*limit, used);
+    limits.group_left = std::min(limits.group_left.value_or(left), left);
   }
-  return least;
 }
 
 }  // namespace
 
 Result<MemoryLimits> memory_limits(const fs::path& root) {
-  const std::optional<Bytes> machine = memory_total(root);
+  const std::optional<Bytes> machine = kibibytes_of(root, "MemTotal:");
   if (!machine) {
     return Error{.code = Errc::kIo,
                  .text = (root / "proc/meminfo").string() + ": no MemTotal; is proc mounted there?"};
   }
-  MemoryLimits limits{.machine = *machine, .usable = least_group_limit(root, *machine), .lockable = {}};
+  MemoryLimits limits{.machine = *machine, .usable = *machine, .lockable = {}};
+  limits.machine_left = kibibytes_of(root, "MemAvailable:").value_or(*machine);
+  narrow_by_groups(root, limits);
   rlimit locked{};
   if (getrlimit(RLIMIT_MEMLOCK, &locked) == 0 && locked.rlim_cur != RLIM_INFINITY) {
     limits.lockable = Bytes(locked.rlim_cur);

@@ -8,7 +8,12 @@
 namespace terrace {
 namespace {
 constexpr double kLateSeconds = 50e-6;  // a shorter wait is the cost of an event, not of a copy
+
+void give_back(DdrPool& pool, const Block& block) {
+  const Status freed = pool.free(block);
+  TERRACE_CHECK(freed.ok(), "the store frees each block of host memory once");
 }
+}  // namespace
 
 const char* name_of(Residency state) {
   switch (state) {
@@ -33,8 +38,8 @@ Result<std::unique_ptr<ResidencyStore>> ResidencyStore::create(Parts parts) {
 ResidencyStore::~ResidencyStore() {
   while (!entries_.empty()) forget(entries_.begin());
   for (const Retired& retired : retired_) {
-    (void)retired.copy.synchronize();
-    parts_.ddr.free(retired.ddr);
+    end(retired.copy);
+    give_back(parts_.ddr, retired.ddr);
   }
   retired_.clear();
   for (const Probe& probe : probes_) {
@@ -47,7 +52,8 @@ ResidencyStore::~ResidencyStore() {
 
 BlockRef ResidencyStore::wrap(const Block& block) {
   return {new Block(block), [&pool = parts_.hbm, stream = parts_.compute](const Block* held) {
-            pool.free(stream, *held);
+            // Refused only in a child of fork(), where the memory is the parent's.
+            (void)pool.free(stream, *held);
             delete held;
           }};
 }
@@ -86,8 +92,11 @@ Status ResidencyStore::spill(const EntryKey& key) {
   if (ready) {
     const Transfer transfer{room->address, entry.hbm->address, entry.size};
     const bool saved = key.what == EntryKey::What::kSaved;
-    auto copy = parts_.copies.submit(Direction::kD2H, fence_, {&transfer, 1},
-                                     saved ? CopyReason::kOffload : CopyReason::kSpill);
+    auto copy = parts_.copies.submit({.direction = Direction::kD2H,
+                                      .after = fence_,
+                                      .reason = saved ? CopyReason::kOffload : CopyReason::kSpill,
+                                      .priority = CopyPriority::kBackground},
+                                     {&transfer, 1});
     if (copy) {
       entry.copy = std::move(copy).value();
       entry.ddr = *room;
@@ -98,19 +107,23 @@ Status ResidencyStore::spill(const EntryKey& key) {
     }
     ready = copy.error();
   }
-  parts_.ddr.free(*room);
+  give_back(parts_.ddr, *room);
   return ready;
 }
 
-// HBM for the bytes, ordered on the copy stream behind whatever used that range before, then the copy.
+// HBM for the bytes, ordered on the compute stream behind whatever used that range before; then the copy,
+// behind the fence recorded after that.
 Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
-  const Stream link = parts_.copies.stream(Direction::kH2D);
-  auto room = parts_.hbm.allocate(link, entry.size, entry.ddr->pool);
+  auto room = parts_.hbm.allocate(parts_.compute, entry.size, entry.ddr->pool);
   if (!room) return room.error();
   Status ready = parts_.device.record(parts_.compute, fence_);
   if (ready) {
     const Transfer transfer{room->address, entry.ddr->address, entry.size};
-    auto copy = parts_.copies.submit(Direction::kH2D, fence_, {&transfer, 1}, reason);
+    auto copy = parts_.copies.submit({.direction = Direction::kH2D,
+                                      .after = fence_,
+                                      .reason = reason,
+                                      .priority = CopyPriority::kBackground},
+                                     {&transfer, 1});
     if (copy) {
       entry.copy = std::move(copy).value();
       entry.hbm = wrap(*room);
@@ -120,7 +133,7 @@ Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
     }
     ready = copy.error();
   }
-  parts_.hbm.free(link, *room);
+  (void)parts_.hbm.free(parts_.compute, *room);
   return ready;
 }
 
@@ -128,7 +141,7 @@ Status ResidencyStore::restore(const EntryKey& key) {
   auto it = entries_.find(key);
   TERRACE_CHECK(it != entries_.end(), "only an entry is restored");
   Entry& entry = it->second;
-  settle(entry);
+  if (entry.state == Residency::kArriving) settle(it);
   switch (entry.state) {
     case Residency::kInHbm:
     case Residency::kArriving:
@@ -173,7 +186,7 @@ Status ResidencyStore::wait_on_compute(const EntryKey& key, const CopyEngine::Ti
     return resumed.error();
   }
   Status status = parts_.device.record(parts_.compute, *arrived);
-  if (status) status = parts_.device.wait(parts_.compute, copy.finished());
+  if (status) status = copy.order_before(parts_.compute);
   if (status) status = parts_.device.record(parts_.compute, *resumed);
   if (!status) {
     parts_.device.destroy_event(*arrived);
@@ -201,14 +214,27 @@ Result<ResidencyStore::Taken> ResidencyStore::take(const EntryKey& key) {
   return taken;
 }
 
-// Moves one entry on if its copy has finished.
-void ResidencyStore::settle(Entry& entry) {
+// Moves one entry on if its copy has ended: to where the bytes went or, where it failed, back to where they
+// still are.
+void ResidencyStore::settle(Entries::iterator it) {
+  Entry& entry = it->second;
   if (!entry.copy.valid() || !entry.copy.done()) return;
+  const bool arrived = entry.copy.synchronize().ok();
   entry.copy = {};
-  if (entry.state == Residency::kArriving) {
-    parts_.ddr.free(*std::exchange(entry.ddr, std::nullopt));
+  if ((entry.state == Residency::kLeaving) == arrived) {
+    let_go(it->first, entry.size);
+    entry.hbm.reset();
+    entry.state = Residency::kInDdr;
+  } else {
+    give_back(parts_.ddr, *std::exchange(entry.ddr, std::nullopt));
     entry.state = Residency::kInHbm;
   }
+}
+
+// Of a copy that nobody wants any more: what is held back stays where it is, what moves is waited for.
+void ResidencyStore::end(const CopyEngine::Ticket& copy) {
+  copy.cancel();
+  (void)copy.synchronize();
 }
 
 // What a copy that nobody waits for any more still uses lives until it ends. A spill reads HBM, which must
@@ -219,7 +245,7 @@ void ResidencyStore::retire(Entry& entry, BlockRef still_read) {
   if (entry.copy.valid()) {
     retired_.push_back({*entry.ddr, std::move(entry.copy), std::move(still_read)});
   } else {
-    parts_.ddr.free(*entry.ddr);
+    give_back(parts_.ddr, *entry.ddr);
   }
   entry.ddr.reset();
   entry.copy = {};
@@ -228,7 +254,7 @@ void ResidencyStore::retire(Entry& entry, BlockRef still_read) {
 void ResidencyStore::forget(Entries::iterator it) {
   Entry& entry = it->second;
   // Its HBM side goes back in order of the compute stream, which knows nothing of the copy: end that first.
-  if (entry.copy.valid()) (void)entry.copy.synchronize();
+  if (entry.copy.valid()) end(entry.copy);
   entry.copy = {};
   retire(entry, nullptr);
   if (entry.hbm) let_go(it->first, entry.size);
@@ -253,12 +279,8 @@ void ResidencyStore::poll() {
       it = leaving_.erase(it);
       continue;
     }
-    Entry& entry = found->second;
-    if (!entry.copy.done()) break;  // one link, one order
-    entry.copy = {};
-    let_go(found->first, entry.size);
-    entry.hbm.reset();
-    entry.state = Residency::kInDdr;
+    if (!found->second.copy.done()) break;  // one link, one order
+    settle(found);
     it = leaving_.erase(it);
   }
   for (auto it = retired_.begin(); it != retired_.end();) {
@@ -266,26 +288,25 @@ void ResidencyStore::poll() {
       ++it;
       continue;
     }
-    parts_.ddr.free(it->ddr);
+    give_back(parts_.ddr, it->ddr);
     it = retired_.erase(it);
   }
 }
 
-bool ResidencyStore::wait_for_a_spill() {
+Result<bool> ResidencyStore::wait_for_a_spill() {
   poll();
-  const CopyEngine::Ticket* copy = nullptr;
   if (!leaving_.empty()) {
     auto found = entries_.find(leaving_.front());
     TERRACE_CHECK(found != entries_.end(), "poll() leaves only live spills in front");
-    copy = &found->second.copy;
-  } else if (!retired_.empty()) {
-    copy = &retired_.front().copy;
+    const Status left = found->second.copy.synchronize();
+    poll();
+    if (!left) return left.error();
+    return true;
   }
-  if (copy == nullptr) return false;
-  (void)copy->synchronize();
-  const bool finished = copy->done();
+  if (retired_.empty()) return false;
+  (void)retired_.front().copy.synchronize();  // nobody needs its bytes: it lets go either way
   poll();
-  return finished;
+  return true;
 }
 
 bool ResidencyStore::undo_a_restore() {
@@ -296,7 +317,7 @@ bool ResidencyStore::undo_a_restore() {
       forget(it);
       return true;
     }
-    (void)entry.copy.synchronize();
+    end(entry.copy);
     entry.copy = {};
     entry.hbm.reset();
     let_go(it->first, entry.size);

@@ -9,6 +9,9 @@
 // take() ends an entry from any state and hands its bytes over, ordered on the compute stream. The store owns
 // both sides of every copy in flight until the copy's event has completed: no block is reused under a copy,
 // and no restore can start before its own spill has finished. Called from one thread.
+//
+// Copies are in the background until somebody waits for them. One that fails on its way leaves its entry
+// where the bytes still are: a spill in HBM, a restore in DDR.
 #pragma once
 
 #include <compare>
@@ -77,8 +80,9 @@ class ResidencyStore {
   // Moves on what copies have finished: leaving -> in_ddr, arriving -> in_hbm, and gives spent host blocks
   // back.
   void poll();
-  // The host waits until one more copy has let go of its HBM. False where none is in flight.
-  [[nodiscard]] bool wait_for_a_spill();
+  // The host waits until one more copy has let go of its HBM. False where none is in flight. Errors: those of
+  // the copy, which has failed: its entry is in HBM again.
+  [[nodiscard]] Result<bool> wait_for_a_spill();
 
   // Takes back the HBM of one entry that was restored, or is being restored, ahead of its use: an output is
   // dropped, a saved activation is in DDR again. The host waits for its copy. False where there is none.
@@ -126,7 +130,8 @@ class ResidencyStore {
   [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Status start_restore(Entry& entry, CopyReason reason);
   [[nodiscard]] Status wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy);
-  void settle(Entry& entry);
+  void settle(Entries::iterator it);
+  static void end(const CopyEngine::Ticket& copy);
   void retire(Entry& entry, BlockRef still_read);
   void forget(Entries::iterator it);
   void hold(const EntryKey& key, Bytes size);

@@ -81,7 +81,7 @@ Status Session::Impl::open_pools() {
   if (!nodes) return std::move(nodes).error();
   auto ddr_pool = DdrPool::create(
       device,
-      {.budget = budgets.ddr, .numa_nodes = std::move(nodes).value(), .hugepages = policy.ddr.hugepages});
+      {.budget = budgets.ddr, .numa_nodes = std::move(nodes).value(), .huge_pages = policy.ddr.hugepages});
   if (!ddr_pool) return std::move(ddr_pool).error();
   ddr = std::move(ddr_pool).value();
   auto engine = CopyEngine::create(device);
@@ -97,14 +97,16 @@ Status Session::Impl::open_pools() {
 
 BlockRef Session::Impl::wrap(const Block& block) {
   return {new Block(block), [pool = hbm.get(), stream = compute](const Block* held) {
-            pool->free(stream, *held);
+            // Refused only in a child of fork(), where the memory is the parent's.
+            (void)pool->free(stream, *held);
             delete held;
           }};
 }
 
-bool Session::Impl::wait_for_a_spill() {
+Result<bool> Session::Impl::wait_for_a_spill() {
   const double began = seconds_of(steady_clock().now());
-  if (!store->wait_for_a_spill()) return false;
+  const auto freed = store->wait_for_a_spill();
+  if (!freed || !*freed) return freed;
   const double waited = seconds_of(steady_clock().now()) - began;
   metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, waited);
   counters.stall_seconds += waited;
@@ -126,10 +128,15 @@ bool Session::Impl::evict_an_output() {
 bool Session::Impl::make_room(const Error& refusal) {
   if (refusal.code != Errc::kOutOfBudget) return false;
   store->poll();
-  if (wait_for_a_spill() || evict_an_output() || store->undo_a_restore()) return true;
+  // A spill that failed has freed nothing: whatever else can, does.
+  const auto gave_way = [this] {
+    const auto freed = wait_for_a_spill();
+    return freed && *freed;
+  };
+  if (gave_way() || evict_an_output() || store->undo_a_restore()) return true;
   if (policy.checkpoint.contingency != Contingency::kOffload) return false;
   auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
-  return victim && store->spill(*victim).ok() && wait_for_a_spill();
+  return victim && store->spill(*victim).ok() && gave_way();
 }
 
 Error Session::Impl::explain(const Error& refusal) const {

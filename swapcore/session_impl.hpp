@@ -57,7 +57,7 @@ struct Session::Impl {
   Status open_pools();
   Status measure_link();
   [[nodiscard]] BlockRef wrap(const Block& block);
-  [[nodiscard]] bool wait_for_a_spill();
+  [[nodiscard]] Result<bool> wait_for_a_spill();
   [[nodiscard]] bool evict_an_output();
   [[nodiscard]] bool make_room(const Error& refusal);
   [[nodiscard]] Error explain(const Error& refusal) const;

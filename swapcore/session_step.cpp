@@ -171,7 +171,10 @@ Status Session::Impl::make_checkpoint_room(const SaveKey& key, Bytes size) {
   const Contingency contingency = policy.checkpoint.contingency;
   while (over()) {
     store->poll();
-    if (!over() || wait_for_a_spill()) continue;
+    if (!over()) continue;
+    const auto freed = wait_for_a_spill();
+    if (!freed) return freed.error();  // tried again here it could fail for ever
+    if (*freed) continue;
     if (contingency != Contingency::kFail && evict_an_output()) continue;
     if (contingency != Contingency::kOffload) {
       return out_of_budget(size, Pool::kActivation,
@@ -242,7 +245,8 @@ Status Session::Impl::measure_link() {
       const bool out = direction == Direction::kD2H;
       const Transfer transfer{out ? far->address : near->address, out ? near->address : far->address,
                               kProbeSize};
-      auto copy = copies->submit(direction, *ready, {&transfer, 1}, CopyReason::kFetch);
+      auto copy =
+          copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch}, {&transfer, 1});
       status = copy ? copy->synchronize() : Status(copy.error());
       if (!status) break;
       const auto seconds = copies->seconds(*copy);
@@ -251,8 +255,8 @@ Status Session::Impl::measure_link() {
     }
   }
   if (ready) device.destroy_event(*ready);
-  if (far) ddr->free(*far);
-  hbm->free(compute, *near);
+  if (far) (void)ddr->free(*far);
+  (void)hbm->free(compute, *near);
   return status;
 }
 

@@ -7,6 +7,7 @@
 
 #include "runtime/daemon_link.hpp"
 #include "runtime/shared_page.hpp"
+#include "runtime/trace/recorder.hpp"
 
 namespace terrace::hooks {
 namespace {
@@ -29,6 +30,14 @@ class ErrnoKept {
  private:
   int kept_;
 };
+
+// The trace tells blocks apart by address; handles of physical memory are no addresses, and never equal one.
+const void* address_in_trace(AllocationKey key) { return reinterpret_cast<const void*>(key); }
+
+// Before any call: who records in this library sees the calls of a driver's users.
+[[gnu::constructor]] void describe_recording() {
+  trace::describe_recording(trace::Layer::kDriverCalls, "cuda");
+}
 
 }  // namespace
 
@@ -82,25 +91,33 @@ void Recorder::fall(const Allocation& allocation) noexcept {
   metrics().subtract<Metric::kTierBytes>(allocation.tier, kUnknownPurpose, allocation.size);
 }
 
-void Recorder::allocated(AllocationKey key, const Allocation& allocation) noexcept {
-  const ErrnoKept kept;
-  metrics().add<Metric::kAllocations>(allocation.tier, kUnknownPurpose, 1);
-  metrics().add<Metric::kAllocatedBytes>(allocation.tier, kUnknownPurpose, allocation.size);
+void Recorder::keep(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept {
+  if (allocation.tier == TierId::kHbm) {
+    trace::record_allocate(address_in_trace(key), allocation.size, stream, trace::kUnknown);
+  }
   const AllocationTable::Put put = table_.put(key, allocation);
   if (put.replaced) fall(*put.replaced);
   if (put.kept) rise(allocation);
 }
 
-std::optional<Allocation> Recorder::freeing(AllocationKey key) noexcept {
+void Recorder::allocated(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept {
   const ErrnoKept kept;
+  metrics().add<Metric::kAllocations>(allocation.tier, kUnknownPurpose, 1);
+  metrics().add<Metric::kAllocatedBytes>(allocation.tier, kUnknownPurpose, allocation.size);
+  keep(key, allocation, stream);
+}
+
+std::optional<Allocation> Recorder::freeing(AllocationKey key, std::uint64_t stream) noexcept {
+  const ErrnoKept kept;
+  trace::record_free(address_in_trace(key), stream);
   const auto taken = table_.take(key);
   if (taken) fall(*taken);
   return taken;
 }
 
-void Recorder::not_freed(AllocationKey key, const Allocation& allocation) noexcept {
+void Recorder::not_freed(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept {
   const ErrnoKept kept;
-  if (table_.put(key, allocation).kept) rise(allocation);
+  keep(key, allocation, stream);
 }
 
 void Recorder::freed_unknown() noexcept { metrics().add<Metric::kUnknownFrees>(1); }

@@ -1,5 +1,5 @@
 // Counts what intercepted calls do, in this process's metrics page, and joins the daemon at the first of
-// them.
+// them. Device memory also goes into the trace, where one is recorded (runtime/trace/recorder.hpp).
 //
 // A process that makes no intercepted call is untouched: no thread, no socket, no memory. Nothing here
 // throws, prints on stdout or changes errno. A forked child starts from nothing: what its parent allocated is
@@ -22,18 +22,20 @@ class Recorder {
   // A call is about to be passed on. The first one of the process joins the daemon.
   void calling(CallGroup group) noexcept;
 
-  void allocated(AllocationKey key, const Allocation& allocation) noexcept;
+  // `stream` is the handle that the call named, zero where it names none; so it is below.
+  void allocated(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept;
 
   // Before the real free, since its address may be somebody else's right after: the allocation as it was
   // seen, or nothing where the key is not known.
-  [[nodiscard]] std::optional<Allocation> freeing(AllocationKey key) noexcept;
+  [[nodiscard]] std::optional<Allocation> freeing(AllocationKey key, std::uint64_t stream) noexcept;
   // The real free failed after all.
-  void not_freed(AllocationKey key, const Allocation& allocation) noexcept;
+  void not_freed(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept;
   void freed_unknown() noexcept;
 
  private:
   static void start_again_in_child() noexcept;
   static void join_daemon() noexcept;
+  void keep(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept;
   void rise(const Allocation& allocation) noexcept;
   void fall(const Allocation& allocation) noexcept;
 

@@ -96,6 +96,7 @@ CudaDevice::~CudaDevice() {
       driver_.cuStreamDestroy(stream.handle);
     }
     for (const CUevent event : events_.all()) driver_.cuEventDestroy(event);
+    if (ring_kernel_) driver_.cuModuleUnload(ring_kernel_->module);
     for (const auto& [host, size] : pinned_) driver_.cuMemHostUnregister(host);
     for (const auto& [id, physical] : physical_) driver_.cuMemRelease(physical.handle);
     return CUDA_SUCCESS;

@@ -2,7 +2,7 @@
 // primary context, which the CUDA runtime and the libraries in the process use too.
 //
 // cuda_device.cpp opens and describes it, cuda_memory.cpp has its memory, cuda_work.cpp its streams and
-// copies.
+// copies, ring_exchange.cpp its exchanges with other devices.
 #pragma once
 
 #include <map>
@@ -58,6 +58,7 @@ class CudaDevice final : public Device {
   [[nodiscard]] Result<Physical> create_host_physical(Bytes size, int numa_node) override;
   void destroy_physical(Physical physical) override;
   [[nodiscard]] Status map(Address at, Physical physical, Bytes size) override;
+  [[nodiscard]] Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override;
   [[nodiscard]] Status unmap(Address at, Bytes size) override;
   [[nodiscard]] Status grant_access_to(const Device& peer) override;
   [[nodiscard]] Result<MemoryInfo> memory() const override;
@@ -80,6 +81,8 @@ class CudaDevice final : public Device {
                                   std::span<const Transfer> pieces) override;
   [[nodiscard]] Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) override;
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
+  [[nodiscard]] Result<std::uint32_t> exchange_blocks() override;
+  [[nodiscard]] Status exchange(Stream stream, const RingExchange& exchange) override;
   [[nodiscard]] void* native_stream(Stream stream) const override { return stream_of(stream).handle; }
   [[nodiscard]] Status bind_thread() override;
 
@@ -95,7 +98,11 @@ class CudaDevice final : public Device {
   };
   struct PriorityRange {
     int normal = 0;
-    int high = 0;
+    int high = 0;  // a lesser number; a GPU with these two alone has none between
+    [[nodiscard]] int of(StreamPriority priority) const {
+      if (priority == StreamPriority::kNormal) return normal;
+      return priority == StreamPriority::kHigh ? high : high + (normal - high) / 2;
+    }
   };
 
   CudaDevice(const Driver& driver, CUdevice device, CUcontext context, DeviceId id);
@@ -145,6 +152,18 @@ class CudaDevice final : public Device {
 
   SlotTable<CudaStream> streams_;
   SlotTable<CUevent> events_;
+
+  // The runtime's own device code, loaded when first asked for.
+  struct RingKernel {
+    CUmodule module = nullptr;
+    CUfunction function = nullptr;
+    std::uint32_t blocks = 0;     // resident at once
+    unsigned int bulk_bytes = 0;  // of shared memory, for a block that copies in bulk; 0: it cannot
+  };
+  [[nodiscard]] Result<RingKernel> ring_kernel();
+  [[nodiscard]] Result<RingKernel> load_ring_kernel() const;
+  std::mutex kernel_mutex_;
+  std::optional<RingKernel> ring_kernel_;
 };
 
 }  // namespace terrace::cuda

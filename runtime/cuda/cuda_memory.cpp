@@ -106,6 +106,40 @@ Status CudaDevice::map(Address at, Physical physical, Bytes size) {
   return granted;
 }
 
+Status CudaDevice::map_all(Address at, std::span<const Physical> pieces, Bytes each) {
+  const Bytes whole = each * pieces.size();
+  if (auto fault = device_fault(FaultPoint::kDeviceMap, whole)) return *std::move(fault);
+  if (pieces.empty()) return {};
+  if (Status checked = check_size("map_all", each); !checked.ok()) return checked;
+  const std::lock_guard lock(memory_mutex_);
+  std::size_t mapped = 0;
+  Status status;
+  for (; mapped < pieces.size() && status.ok(); ++mapped) {
+    const auto found = physical_.find(pieces[mapped]);
+    if (found == physical_.end() || found->second.size != each || found->second.host_node) {
+      status = invalid(
+          "map_all: piece " + std::to_string(mapped) + " is no device memory of " + format_bytes(each), each);
+      break;
+    }
+    status = call("cuMemMap", each, [&] {
+      return driver_.cuMemMap(pointer_of(at + mapped * each.count()), each.count(), 0, found->second.handle,
+                              0);
+    });
+    if (!status.ok()) break;
+  }
+  if (status.ok()) status = open_access(at, {.size = whole, .host_node = std::nullopt});
+  if (!status.ok()) {
+    if (mapped > 0) {
+      (void)in_context([&] { return driver_.cuMemUnmap(pointer_of(at), (each * mapped).count()); });
+    }
+    return status;
+  }
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    mappings_.insert_or_assign(at + i * each.count(), Mapping{.size = each, .host_node = std::nullopt});
+  }
+  return {};
+}
+
 Status CudaDevice::open_access(Address at, const Mapping& mapping) const {
   std::vector<CUmemAccessDesc> who = access_;
   if (mapping.host_node) {

@@ -4,6 +4,7 @@
 #include "runtime/cuda/cuda_device.hpp"
 
 #include "runtime/device_fault.hpp"
+#include "runtime/pin_step.hpp"
 
 namespace terrace::cuda {
 
@@ -26,6 +27,17 @@ void CUDA_CB run_host_work(void* data) {
   }
 }
 
+// Calls part(offset, length) for the parts of a copy's host range between which pinned ranges may meet.
+template <typename Part>
+Status in_parts(const std::byte* host, Bytes size, Part&& part) {
+  for (Bytes at; at < size;) {
+    const Bytes length = up_to_pin_step(host + at.count(), size - at);
+    if (Status done = part(at.count(), length); !done.ok()) return done;
+    at += length;
+  }
+  return {};
+}
+
 }  // namespace
 
 CudaStream CudaDevice::stream_of(Stream stream) const {
@@ -43,7 +55,7 @@ CUevent CudaDevice::event_of(Event event) const {
 Result<Stream> CudaDevice::create_stream(StreamPriority priority) {
   if (auto fault = device_fault(FaultPoint::kDeviceCreateStream)) return *std::move(fault);
   CudaStream stream{.handle = nullptr, .host_failure = std::make_shared<HostFailure>()};
-  const int level = priority == StreamPriority::kHigh ? priorities_.high : priorities_.normal;
+  const int level = priorities_.of(priority);
   const Status created = call("cuStreamCreateWithPriority", {}, [&] {
     return driver_.cuStreamCreateWithPriority(&stream.handle, CU_STREAM_NON_BLOCKING, level);
   });
@@ -52,12 +64,12 @@ Result<Stream> CudaDevice::create_stream(StreamPriority priority) {
 }
 
 void CudaDevice::destroy_stream(Stream stream) {
-  const std::optional<CudaStream> taken = streams_.erase(stream.id);
-  TERRACE_CHECK(taken.has_value(), "a stream is destroyed once");
-  (void)in_context([&] {
-    driver_.cuStreamSynchronize(taken->handle);
-    return driver_.cuStreamDestroy(taken->handle);
-  });
+  // It stays alive until its work has finished: alive() promises that.
+  const CudaStream queue = stream_of(stream);
+  (void)in_context([&] { return driver_.cuStreamSynchronize(queue.handle); });
+  TERRACE_CHECK(streams_.erase(stream.id).has_value(), "a stream is destroyed once");
+  (void)in_context([&] { return driver_.cuStreamDestroy(queue.handle); });
+  count_stream_end();
 }
 
 Status CudaDevice::synchronize(Stream stream) {
@@ -127,11 +139,17 @@ Status CudaDevice::copy(Stream stream, Direction direction, Address to, const st
   if (size == 0_B) return {};
   switch (direction) {
     case Direction::kH2D:
-      return call("cuMemcpyHtoDAsync", size,
-                  [&] { return driver_.cuMemcpyHtoDAsync(pointer_of(to), from, size.count(), queue); });
+      return in_parts(from, size, [&](std::uint64_t at, Bytes part) {
+        return call("cuMemcpyHtoDAsync", part, [&] {
+          return driver_.cuMemcpyHtoDAsync(pointer_of(to + at), from + at, part.count(), queue);
+        });
+      });
     case Direction::kD2H:
-      return call("cuMemcpyDtoHAsync", size,
-                  [&] { return driver_.cuMemcpyDtoHAsync(to, pointer_of(from), size.count(), queue); });
+      return in_parts(to, size, [&](std::uint64_t at, Bytes part) {
+        return call("cuMemcpyDtoHAsync", part, [&] {
+          return driver_.cuMemcpyDtoHAsync(to + at, pointer_of(from + at), part.count(), queue);
+        });
+      });
     case Direction::kD2D:
     case Direction::kPeer:  // one address space: the driver sees from the addresses whose memory it is
       return call("cuMemcpyDtoDAsync", size, [&] {
@@ -154,11 +172,18 @@ Status CudaDevice::copy_batch(Stream stream, Direction direction, std::span<cons
   std::vector<CUdeviceptr> from;
   std::vector<std::size_t> sizes;
   for (const Transfer& piece : pieces) {
-    if (piece.size == 0_B) continue;
-    to.push_back(pointer_of(piece.to));
-    from.push_back(pointer_of(piece.from));
-    sizes.push_back(piece.size.count());
+    const auto add = [&](std::uint64_t at, Bytes part) {
+      to.push_back(pointer_of(piece.to + at));
+      from.push_back(pointer_of(piece.from + at));
+      sizes.push_back(part.count());
+      return Status();
+    };
     total += piece.size;
+    if (direction == Direction::kH2D || direction == Direction::kD2H) {
+      (void)in_parts(direction == Direction::kH2D ? piece.from : piece.to, piece.size, add);
+    } else if (piece.size > 0_B) {
+      (void)add(0, piece.size);
+    }
   }
   if (auto fault = device_fault(FaultPoint::kDeviceCopy, total)) return *std::move(fault);
   if (sizes.empty()) return {};

@@ -118,6 +118,7 @@ void EmulatedDevice::destroy_stream(Stream stream) {
   // Waits while the stream still has its name: queued work may use it.
   (void)stream_of(stream)->synchronize();
   streams_.erase(stream.id);
+  count_stream_end();
 }
 
 Status EmulatedDevice::synchronize(Stream stream) { return stream_of(stream)->synchronize(); }

@@ -8,7 +8,8 @@
 // process reach each other's memory once access has been granted, and by their addresses alone before: the
 // gap is the one thing this device does not show.
 //
-// emulated_device.cpp opens it and has its streams and copies, emulated_memory.cpp its memory.
+// emulated_device.cpp opens it and has its streams and copies, emulated_memory.cpp its memory,
+// ring_exchange.cpp its exchanges with other devices.
 #pragma once
 
 #include <map>
@@ -45,6 +46,7 @@ class EmulatedDevice final : public Device {
   [[nodiscard]] Result<Physical> create_host_physical(Bytes size, int numa_node) override;
   void destroy_physical(Physical physical) override;
   [[nodiscard]] Status map(Address at, Physical physical, Bytes size) override;
+  [[nodiscard]] Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override;
   [[nodiscard]] Status unmap(Address at, Bytes size) override;
   [[nodiscard]] Status grant_access_to(const Device& peer) override;
   [[nodiscard]] Result<MemoryInfo> memory() const override;
@@ -67,6 +69,8 @@ class EmulatedDevice final : public Device {
                                   std::span<const Transfer> pieces) override;
   [[nodiscard]] Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) override;
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
+  [[nodiscard]] Result<std::uint32_t> exchange_blocks() override;
+  [[nodiscard]] Status exchange(Stream stream, const RingExchange& exchange) override;
   [[nodiscard]] void* native_stream(Stream) const override { return nullptr; }
   [[nodiscard]] Status bind_thread() override { return {}; }
 
@@ -92,7 +96,10 @@ class EmulatedDevice final : public Device {
                  std::unique_ptr<emulated::PhysicalMemory> host_memory);
   [[nodiscard]] Result<Physical> create_from(emulated::PhysicalMemory& memory, Bytes size);
   [[nodiscard]] Status check_size(const char* call, Bytes size) const;
-  [[nodiscard]] bool reserved(Address at, Bytes size) const;  // memory_mutex_ held, as the next one
+  // memory_mutex_ held, as the next ones.
+  [[nodiscard]] Status map_locked(Address at, Physical physical, Bytes size);
+  [[nodiscard]] Status unmap_locked(Address at, Bytes size);
+  [[nodiscard]] bool reserved(Address at, Bytes size) const;
   [[nodiscard]] bool maps_whole(Address at, Bytes size) const;
   [[nodiscard]] StreamPtr stream_of(Stream stream) const;  // unknown: a programmer error, as the next one
   [[nodiscard]] EventPtr event_of(Event event) const;

@@ -150,6 +150,24 @@ Status EmulatedDevice::map(Address at, Physical physical, Bytes size) {
   if (auto fault = device_fault(FaultPoint::kDeviceMap, size)) return *std::move(fault);
   if (Status checked = check_size("map", size); !checked.ok()) return checked;
   const std::lock_guard lock(memory_mutex_);
+  return map_locked(at, physical, size);
+}
+
+Status EmulatedDevice::map_all(Address at, std::span<const Physical> pieces, Bytes each) {
+  const Bytes whole = each * pieces.size();
+  if (auto fault = device_fault(FaultPoint::kDeviceMap, whole)) return *std::move(fault);
+  if (Status checked = check_size("map_all", each); !checked.ok()) return checked;
+  const std::lock_guard lock(memory_mutex_);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    Status mapped = map_locked(at + i * each.count(), pieces[i], each);
+    if (mapped.ok()) continue;
+    if (i > 0) (void)unmap_locked(at, each * i);
+    return mapped;
+  }
+  return {};
+}
+
+Status EmulatedDevice::map_locked(Address at, Physical physical, Bytes size) {
   const auto state = physical_.find(physical);
   if (state == physical_.end()) return invalid("map: no such physical memory", size);
   const PhysicalMemory::Range range = state->second.range;
@@ -182,6 +200,10 @@ Status EmulatedDevice::unmap(Address at, Bytes size) {
   if (auto fault = device_fault(FaultPoint::kDeviceUnmap, size)) return *std::move(fault);
   if (Status checked = check_size("unmap", size); !checked.ok()) return checked;
   const std::lock_guard lock(memory_mutex_);
+  return unmap_locked(at, size);
+}
+
+Status EmulatedDevice::unmap_locked(Address at, Bytes size) {
   if (!maps_whole(at, size)) return invalid("unmap: the range is not one of whole mappings", size);
   if (mmap(at, size.count(), PROT_NONE, kGap | MAP_FIXED, -1, 0) == MAP_FAILED) {
     return Error{.code = Errc::kOutOfMemory,

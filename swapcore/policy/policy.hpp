@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "allocator/huge_pages.hpp"
 #include "runtime/result.hpp"
 #include "runtime/units.hpp"
 #include "swapcore/site.hpp"
@@ -56,8 +57,8 @@ struct Policy {
   struct Ddr {
     Amount budget;  // auto: half of what the cgroup allows
     NumaMode numa = NumaMode::kNearest;
-    std::vector<int> nodes;  // numa = [0, 1]
-    bool hugepages = true;
+    std::vector<int> nodes;                         // numa = [0, 1]
+    HugePages hugepages = HugePages::kTransparent;  // false, true, "explicit"
   } ddr;
   struct Swapcore {
     SwapMode mode = SwapMode::kAuto;

@@ -126,7 +126,7 @@ class PolicyParser {
   void read_ddr(const SectionReader& reader) {
     auto& ddr = policy_.ddr;
     keep(reader.amount("budget", ddr.budget, AutoAllowed::kYes), ddr.budget, positions_.ddr_budget);
-    ddr.hugepages = reader.flag("hugepages", ddr.hugepages).value;
+    read_huge_pages(reader);
     const toml::node* numa = reader.node("numa");
     if (numa != nullptr && numa->is_array()) {
       read_nodes(reader, *numa->as_array());
@@ -135,6 +135,24 @@ class PolicyParser {
                      "is of the wrong type; use \"nearest\", \"interleave\", or a list of nodes like [0, 1]");
     } else {
       ddr.numa = reader.word<NumaMode>("numa", ddr.numa, kNumaModes).value;
+    }
+  }
+
+  void read_huge_pages(const SectionReader& reader) {
+    const toml::node* pages = reader.node("hugepages");
+    if (pages == nullptr) return;
+    const auto* word = pages->as_string();
+    if (pages->is_boolean()) {
+      const bool on = reader.flag("hugepages", true).value;
+      policy_.ddr.hugepages = on ? HugePages::kTransparent : HugePages::kOff;
+    } else if (word != nullptr && word->get() == "explicit") {
+      policy_.ddr.hugepages = HugePages::kExplicit;
+    } else {
+      const std::string what =
+          word != nullptr ? in_quotes(word->get()) + " is not known here" : "is of the wrong type";
+      reader.problem(
+          position_of(pages->source()), "hugepages",
+          what + "; use true, false, or \"explicit\" for 2 MiB pages set aside by vm.nr_hugepages");
     }
   }
 

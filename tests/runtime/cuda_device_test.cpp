@@ -301,8 +301,13 @@ TEST_F(CudaDeviceTest, TheCopyEngineMovesBothWaysAtOnce) {
   const std::array spill = {Transfer{.to = down.at(), .from = hbm.at() + size_.count(), .size = size_}};
   const std::array back = {Transfer{.to = down.at(), .from = hbm.at(), .size = size_}};
   {
-    const auto restored = (*engine)->submit(Direction::kH2D, Event{}, restore, CopyReason::kRestore);
-    const auto spilled = (*engine)->submit(Direction::kD2H, filled, spill, CopyReason::kSpill);
+    const auto restored =
+        (*engine)->submit({.direction = Direction::kH2D, .reason = CopyReason::kRestore}, restore);
+    const auto spilled = (*engine)->submit({.direction = Direction::kD2H,
+                                            .after = filled,
+                                            .reason = CopyReason::kSpill,
+                                            .priority = CopyPriority::kBackground},
+                                           spill);
     ASSERT_TRUE(restored.ok() && spilled.ok());
     expect_ok(spilled->synchronize());
     expect_ok(restored->synchronize());
@@ -314,7 +319,10 @@ TEST_F(CudaDeviceTest, TheCopyEngineMovesBothWaysAtOnce) {
       ASSERT_TRUE(seconds.ok()) << seconds.error().text;
       EXPECT_GT(*seconds, 0);
     }
-    const auto read = (*engine)->submit(Direction::kD2H, restored->finished(), back, CopyReason::kSpill);
+    expect_ok(restored->order_before(stream_));
+    expect_ok(device_->record(stream_, filled));
+    const auto read = (*engine)->submit(
+        {.direction = Direction::kD2H, .after = filled, .reason = CopyReason::kSpill}, back);
     ASSERT_TRUE(read.ok());
     expect_ok(read->synchronize());
     expect_all(down.bytes(), std::byte{3});

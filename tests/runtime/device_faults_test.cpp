@@ -24,10 +24,13 @@ void move_both_ways(Device& device, Address hbm) {
   {
     const std::array down = {Transfer{.to = host.data(), .from = hbm, .size = kSize}};
     const std::array up = {Transfer{.to = hbm, .from = host.data(), .size = kSize}};
-    const auto spilled = (*engine)->submit(Direction::kD2H, Event{}, down, CopyReason::kSpill);
+    const auto spilled =
+        (*engine)->submit({.direction = Direction::kD2H, .reason = CopyReason::kSpill}, down);
     if (spilled.ok()) {
-      const auto restored = (*engine)->submit(Direction::kH2D, spilled->finished(), up, CopyReason::kRestore);
-      EXPECT_TRUE(restored.ok() ? restored->synchronize().ok() : spilled->synchronize().ok());
+      EXPECT_TRUE(spilled->synchronize().ok());
+      const auto restored =
+          (*engine)->submit({.direction = Direction::kH2D, .reason = CopyReason::kRestore}, up);
+      EXPECT_TRUE(!restored.ok() || restored->synchronize().ok());
     }
   }
   device.unpin(host.data(), kSize);

@@ -64,6 +64,23 @@ TEST_F(MemoryLimitsTest, VersionOneIsReadToo) {
   EXPECT_EQ(usable(), 1_GiB);
 }
 
+TEST_F(MemoryLimitsTest, WhatIsLeftCountsUseWithoutTheFileCache) {
+  EXPECT_EQ(memory_limits(root_)->machine_left, 16_GiB) << "a system that does not say";
+  write("proc/meminfo", "MemTotal:       16777216 kB\nMemAvailable:    3145728 kB\n");
+  write("proc/self/cgroup", "0::/jobs/train\n");
+  write("sys/fs/cgroup/jobs/train/memory.max", "max\n");
+  write("sys/fs/cgroup/jobs/train/memory.current", "5368709120\n");
+  EXPECT_EQ(memory_limits(root_)->machine_left, 3_GiB);
+  EXPECT_FALSE(memory_limits(root_)->group_left.has_value()) << "no group has a limit";
+  write("sys/fs/cgroup/jobs/memory.max", "4294967296\n");
+  write("sys/fs/cgroup/jobs/memory.current", "3221225472\n");
+  EXPECT_EQ(memory_limits(root_)->group_left, 1_GiB);
+  write("sys/fs/cgroup/jobs/memory.stat", "anon 7\ninactive_file 1073741824\nactive_file 5\n");
+  EXPECT_EQ(memory_limits(root_)->group_left, 2_GiB);
+  write("sys/fs/cgroup/jobs/memory.current", "9663676416\n");
+  EXPECT_EQ(memory_limits(root_)->group_left, 0_B) << "more than allowed leaves nothing, not a huge number";
+}
+
 TEST_F(MemoryLimitsTest, AFolderThatIsNoMachineIsAnError) {
   const auto limits = memory_limits(root_ / "nowhere");
   ASSERT_FALSE(limits.ok());

@@ -69,7 +69,7 @@ socket = "/tmp/t.sock"
   EXPECT_EQ(p.ddr.budget, Amount::of_share(0.6));
   EXPECT_EQ(p.ddr.numa, NumaMode::kNodes);
   EXPECT_THAT(p.ddr.nodes, testing::ElementsAre(1, 0));
-  EXPECT_FALSE(p.ddr.hugepages);
+  EXPECT_EQ(p.ddr.hugepages, HugePages::kOff);
   EXPECT_EQ(p.swapcore.mode, SwapMode::kRules);
   EXPECT_EQ(p.swapcore.hbm_budget, Amount::of(3_GiB));
   EXPECT_EQ(p.swapcore.ddr_budget, Amount::of_share(0.25));
@@ -90,6 +90,14 @@ socket = "/tmp/t.sock"
   EXPECT_EQ(p.checkpoint.contingency, Contingency::kFail);
   EXPECT_EQ(p.metrics.listen, "[::1]:0");
   EXPECT_EQ(p.daemon.socket, "/tmp/t.sock");
+}
+
+TEST(Policy, HugePagesAreASwitchOrExplicit) {
+  EXPECT_EQ(policy("").ddr.hugepages, HugePages::kTransparent);
+  EXPECT_EQ(policy("[ddr]\nhugepages = true").ddr.hugepages, HugePages::kTransparent);
+  EXPECT_EQ(policy("[ddr]\nhugepages = false").ddr.hugepages, HugePages::kOff);
+  EXPECT_EQ(policy("[ddr]\nhugepages = \"explicit\"").ddr.hugepages, HugePages::kExplicit);
+  EXPECT_THAT(policy_error("[ddr]\nhugepages = \"Explicit\""), StartsWith("p.toml:2:13: ddr.hugepages: "));
 }
 
 TEST(Policy, ASocketPathMayBeAsLongAsTheSystemTakes) {

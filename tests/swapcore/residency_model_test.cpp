@@ -12,6 +12,9 @@
 namespace terrace {
 namespace {
 
+// So that some copies are held back.
+constexpr CopyEngine::Options kSmallChunks{.chunk = 16_KiB, .window = 32_KiB};
+
 class Schedule {
  public:
   Schedule(Tiers& tiers, unsigned seed) : tiers_(tiers), random_(seed) {}
@@ -68,7 +71,10 @@ class Schedule {
 
 TEST(ResidencyModel, EveryTakeReturnsWhatWasKept) {
   for (unsigned seed = 0; seed < 25; ++seed) {
-    Tiers tiers({.hbm = 512_KiB, .ddr = 768_KiB, .link_bytes_per_second = seed % 2 == 0 ? 4e9 : 100e6});
+    Tiers tiers({.hbm = 512_KiB,
+                 .ddr = 768_KiB,
+                 .link_bytes_per_second = seed % 2 == 0 ? 4e9 : 100e6,
+                 .copies = seed % 3 == 0 ? CopyEngine::Options{} : kSmallChunks});
     Schedule(tiers, seed).run(150);
     if (HasFailure()) FAIL() << "seed " << seed;
   }
@@ -79,7 +85,7 @@ TEST(ResidencyModel, NoFailedCallLosesAByte) {
                                  FaultPoint::kDeviceCreateEvent, FaultPoint::kDevicePin, FaultPoint::kHostMap,
                                  FaultPoint::kDeviceCreatePhysical, FaultPoint::kDeviceMap}) {
     for (std::uint64_t nth = 1; nth < 40; nth += 3) {
-      Tiers tiers({.hbm = 384_KiB, .ddr = 768_KiB});
+      Tiers tiers({.hbm = 384_KiB, .ddr = 768_KiB, .copies = kSmallChunks});
       ScopedFaults faults(fail_call(point, nth));
       Schedule(tiers, 11).run(60);
       if (HasFailure()) FAIL() << name_of(point) << " call " << nth;

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "runtime/fault.hpp"
 #include "tests/swapcore/tiers_fixture.hpp"
 
@@ -10,6 +12,12 @@ namespace {
 
 constexpr EntryKey key(int layer, EntryKey::What what = EntryKey::What::kOutput) {
   return {0, layer, what, 0};
+}
+
+// Whether anybody had to wait for it is the machine's affair.
+void let_it_leave(Tiers& tiers, const EntryKey& entry) {
+  while (tiers.store->state(entry) == Residency::kLeaving) (void)tiers.store->wait_for_a_spill();
+  ASSERT_EQ(tiers.store->state(entry), Residency::kInDdr);
 }
 
 TEST(Residency, WhatIsKeptComesBackAsItWas) {
@@ -31,8 +39,7 @@ TEST(Residency, ASpilledEntryFreesHbmAndReturnsTheSameBytes) {
   tiers.store->keep(key(0), tiers.filled(3_MiB, 42));
   ASSERT_TRUE(tiers.store->spill(key(0)));
   EXPECT_EQ(*tiers.store->state(key(0)), Residency::kLeaving);
-  EXPECT_TRUE(tiers.store->wait_for_a_spill());
-  EXPECT_EQ(*tiers.store->state(key(0)), Residency::kInDdr);
+  let_it_leave(tiers, key(0));
   EXPECT_EQ(tiers.hbm->usage().live, 0_B);
   EXPECT_EQ(tiers.ddr->usage().live, 3_MiB);
   ASSERT_TRUE(tiers.store->restore(key(0)));
@@ -59,7 +66,7 @@ TEST(Residency, TakingWhatIsStillOnItsWayWaitsAndIsMeasured) {
   Tiers tiers({.link_bytes_per_second = 50e6});
   tiers.store->keep(key(3), tiers.filled(1_MiB, 5));
   ASSERT_TRUE(tiers.store->spill(key(3)));
-  ASSERT_TRUE(tiers.store->wait_for_a_spill());
+  let_it_leave(tiers, key(3));
   ASSERT_TRUE(tiers.store->restore(key(3)));
   auto taken = tiers.store->take(key(3));
   ASSERT_TRUE(taken);
@@ -96,7 +103,7 @@ TEST(Residency, AFullHbmLeavesTheEntryInDdr) {
   Tiers tiers({.hbm = 2_MiB});
   tiers.store->keep(key(0), tiers.filled(2_MiB, 3));
   ASSERT_TRUE(tiers.store->spill(key(0)));
-  ASSERT_TRUE(tiers.store->wait_for_a_spill());
+  let_it_leave(tiers, key(0));
   {
     const BlockRef other = tiers.filled(2_MiB, 4);
     EXPECT_EQ(tiers.store->take(key(0)).error().code, Errc::kOutOfBudget);
@@ -112,7 +119,7 @@ TEST(Residency, WhatWasRestoredAheadOfUseGivesItsHbmBack) {
   for (const auto what : {EntryKey::What::kSaved, EntryKey::What::kOutput}) {
     tiers.store->keep(key(1, what), tiers.filled(1_MiB, 8));
     ASSERT_TRUE(tiers.store->spill(key(1, what)));
-    ASSERT_TRUE(tiers.store->wait_for_a_spill());
+    let_it_leave(tiers, key(1, what));
     ASSERT_TRUE(tiers.store->restore(key(1, what)));
     EXPECT_TRUE(tiers.store->undo_a_restore());
     EXPECT_FALSE(tiers.store->undo_a_restore());
@@ -123,6 +130,66 @@ TEST(Residency, WhatWasRestoredAheadOfUseGivesItsHbmBack) {
   auto saved = tiers.store->take(key(1, EntryKey::What::kSaved));
   ASSERT_TRUE(saved) << "a saved activation is in DDR still";
   EXPECT_TRUE(tiers.holds(saved->block, 8));
+}
+
+// Copies go out 64 KiB at a time, two at once: the third piece is sent, and here refused, after submit().
+constexpr CopyEngine::Options kSmallChunks{.chunk = 64_KiB, .window = 128_KiB};
+constexpr FaultPlan kThirdPieceFails = fail_call(FaultPoint::kDeviceCopy, 3);
+
+TEST(Residency, ASpillThatFailsOnItsWayLeavesTheEntryInHbm) {
+  for (const bool waited_for : {false, true}) {
+    Tiers tiers({.copies = kSmallChunks});
+    tiers.store->keep(key(0), tiers.filled(1_MiB, 7));
+    {
+      const ScopedFaults faults(kThirdPieceFails);
+      ASSERT_TRUE(tiers.store->spill(key(0)));
+      if (waited_for) {
+        const auto freed = tiers.store->wait_for_a_spill();
+        EXPECT_FALSE(freed && *freed) << "its HBM is its own again";
+      }
+      while (tiers.store->state(key(0)) == Residency::kLeaving) tiers.store->poll();
+    }
+    EXPECT_EQ(tiers.store->state(key(0)), Residency::kInHbm);
+    EXPECT_EQ(tiers.store->hbm_bytes(), 1_MiB);
+    EXPECT_EQ(tiers.ddr->usage().live, 0_B);
+    auto taken = tiers.store->take(key(0));
+    ASSERT_TRUE(taken);
+    EXPECT_TRUE(tiers.holds(taken->block, 7));
+  }
+}
+
+TEST(Residency, ARestoreThatFailsOnItsWayLeavesTheEntryInDdr) {
+  for (const bool waited_for : {false, true}) {
+    Tiers tiers({.copies = kSmallChunks});
+    tiers.store->keep(key(0), tiers.filled(1_MiB, 6));
+    ASSERT_TRUE(tiers.store->spill(key(0)));
+    let_it_leave(tiers, key(0));
+    {
+      const ScopedFaults faults(kThirdPieceFails);
+      ASSERT_TRUE(tiers.store->restore(key(0)));
+      while (!waited_for && !faults.fired()) std::this_thread::yield();
+      const auto refused = tiers.store->take(key(0));
+      if (!refused) {
+        EXPECT_EQ(refused.error().code, Errc::kIo);
+      } else {  // the failure was noticed before: this is the second journey already
+        EXPECT_TRUE(tiers.holds(refused->block, 6));
+        continue;
+      }
+    }
+    auto taken = tiers.store->take(key(0));
+    while (!taken) taken = tiers.store->take(key(0));
+    EXPECT_TRUE(tiers.holds(taken->block, 6));
+    EXPECT_EQ(tiers.store->restored(), 2_MiB);
+  }
+}
+
+TEST(Residency, WhatIsDroppedBeforeItLeftStays) {
+  Tiers tiers({.link_bytes_per_second = 50e6, .copies = kSmallChunks});
+  tiers.store->keep(key(0), tiers.filled(4_MiB, 1));
+  ASSERT_TRUE(tiers.store->spill(key(0)));
+  tiers.store->drop(key(0));
+  EXPECT_EQ(tiers.copies->held_back(Direction::kD2H), 0_B);
+  EXPECT_EQ(tiers.ddr->usage().live, 0_B);
 }
 
 TEST(Residency, DroppingWhatIsInFlightFreesBothSides) {

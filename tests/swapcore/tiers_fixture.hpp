@@ -15,6 +15,7 @@ struct TierOptions {
   Bytes hbm = 8_MiB;
   Bytes ddr = 32_MiB;
   double link_bytes_per_second = 4e9;
+  CopyEngine::Options copies{};
 };
 
 class Tiers {
@@ -26,9 +27,10 @@ class Tiers {
                    .value()),
         compute(*device->create_stream(StreamPriority::kNormal)),
         hbm(std::move(HbmPool::create(*device, {.budget = options.hbm, .chunk = 64_KiB})).value()),
-        ddr(std::move(DdrPool::create(*device, {.budget = options.ddr, .slab = 256_KiB, .hugepages = false}))
+        ddr(std::move(DdrPool::create(
+                          *device, {.budget = options.ddr, .slab = 256_KiB, .huge_pages = HugePages::kOff}))
                 .value()),
-        copies(std::move(CopyEngine::create(*device)).value()),
+        copies(std::move(CopyEngine::create(*device, options.copies)).value()),
         store(std::move(ResidencyStore::create({*device, *hbm, *ddr, *copies, compute})).value()) {}
   ~Tiers() {
     store.reset();
@@ -46,7 +48,7 @@ class Tiers {
     auto block = hbm->allocate(compute, size, Pool::kActivation);
     if (!block) return nullptr;
     BlockRef ref(new Block(*block), [this](const Block* held) {
-      hbm->free(compute, *held);
+      EXPECT_TRUE(hbm->free(compute, *held));
       delete held;
     });
     if (!device->fill(compute, ref->address, value, size)) return nullptr;

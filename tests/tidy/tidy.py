@@ -32,7 +32,6 @@ C_ABI_USERS = ("examples/c_api/", "examples/pytorch/")
 LAYERS_WITHOUT_CUDA = ("runtime/", "allocator/", "swapcore/", "daemon/", "hooks/")
 # Parts that only one test of a whole can reach, and that test. An entry that is no longer needed is a breach.
 TESTED_THROUGH = {
-    "runtime/cuda/cuda_device.cpp": "tests/runtime/cuda_device_test.cpp",
     "runtime/cuda/cuda_memory.cpp": "tests/runtime/cuda_device_test.cpp",
     "runtime/cuda/cuda_work.cpp": "tests/runtime/cuda_device_test.cpp",
     "runtime/cuda/driver.cpp": "tests/runtime/cuda_device_test.cpp",

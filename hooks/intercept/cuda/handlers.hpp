@@ -21,13 +21,23 @@ template <typename Pointer>
   }
 }
 
+// The stream among what follows address and size; zero where a call names none.
+[[nodiscard]] inline std::uint64_t stream_of() noexcept { return 0; }
+[[nodiscard]] inline std::uint64_t stream_of(unsigned /*flags*/) noexcept { return 0; }
+[[nodiscard]] inline std::uint64_t stream_of(StreamHandle stream) noexcept {
+  return reinterpret_cast<std::uintptr_t>(stream);
+}
+[[nodiscard]] inline std::uint64_t stream_of(MemoryPool, StreamHandle stream) noexcept {
+  return stream_of(stream);
+}
+
 template <TierId Tier, typename Real, typename Pointer, typename... Rest>
 CallResult allocate(Real real, Pointer* out, std::size_t bytes, Rest... rest) noexcept {
   const CallGuard guard;
   if (!guard.outermost()) return real(out, bytes, rest...);
   recorder().calling(CallGroup::kAllocate);
   const CallResult result = real(out, bytes, rest...);
-  if (result == kSuccess) recorder().allocated(key_of(*out), {Tier, Bytes(bytes)});
+  if (result == kSuccess) recorder().allocated(key_of(*out), {Tier, Bytes(bytes)}, stream_of(rest...));
   return result;
 }
 
@@ -38,15 +48,16 @@ CallResult allocate_pitched(Real real, void** out, std::size_t* pitch, std::size
   if (!guard.outermost()) return real(out, pitch, width, height);
   recorder().calling(CallGroup::kAllocate);
   const CallResult result = real(out, pitch, width, height);
-  if (result == kSuccess) recorder().allocated(key_of(*out), {TierId::kHbm, Bytes(*pitch * height)});
+  if (result == kSuccess)
+    recorder().allocated(key_of(*out), {TierId::kHbm, Bytes(*pitch * height)}, stream_of());
   return result;
 }
 
 template <typename Free>
-CallResult release_key(AllocationKey key, Free free) noexcept {
-  const auto known = recorder().freeing(key);
+CallResult release_key(AllocationKey key, std::uint64_t stream, Free free) noexcept {
+  const auto known = recorder().freeing(key, stream);
   const CallResult result = free();
-  if (result != kSuccess && known) recorder().not_freed(key, *known);
+  if (result != kSuccess && known) recorder().not_freed(key, *known, stream);
   if (result == kSuccess && !known && key != AllocationKey{}) recorder().freed_unknown();
   return result;
 }
@@ -56,7 +67,7 @@ CallResult release(Real real, Pointer address, Rest... rest) noexcept {
   const CallGuard guard;
   if (!guard.outermost()) return real(address, rest...);
   recorder().calling(CallGroup::kFree);
-  return release_key(key_of(address), [&] { return real(address, rest...); });
+  return release_key(key_of(address), stream_of(rest...), [&] { return real(address, rest...); });
 }
 
 template <typename Real>
@@ -68,7 +79,8 @@ CallResult create_physical(Real real, PhysicalHandle* out, std::size_t bytes,
   const CallResult result = real(out, bytes, properties, flags);
   if (result == kSuccess) {
     const bool on_device = properties->location_type == LocationType::kDevice;
-    recorder().allocated(key_of_handle(*out), {on_device ? TierId::kHbm : TierId::kDdr, Bytes(bytes)});
+    recorder().allocated(key_of_handle(*out), {on_device ? TierId::kHbm : TierId::kDdr, Bytes(bytes)},
+                         stream_of());
   }
   return result;
 }
@@ -78,7 +90,7 @@ CallResult release_physical(Real real, PhysicalHandle handle) noexcept {
   const CallGuard guard;
   if (!guard.outermost()) return real(handle);
   recorder().calling(CallGroup::kMap);
-  return release_key(key_of_handle(handle), [&] { return real(handle); });
+  return release_key(key_of_handle(handle), stream_of(), [&] { return real(handle); });
 }
 
 template <typename Real, typename... Rest>

@@ -54,6 +54,23 @@ void every_call() {
   say("cuMemFreeHost", cuMemFreeHost(a[8]));
 }
 
+// Device memory on streams of its own, and pinned memory, which no trace of device memory holds.
+void streams() {
+  void* const one = reinterpret_cast<void*>(0x70);
+  void* const two = reinterpret_cast<void*>(0x80);
+  void* a[4] = {};
+  Pointer p[2] = {};
+  say("cudaMallocAsync", cudaMallocAsync(&a[0], 1 * kKiB, one));
+  say("cudaMallocFromPoolAsync", cudaMallocFromPoolAsync(&a[1], 2 * kKiB, one, two));
+  say("cuMemAllocAsync", cuMemAllocAsync(&p[0], 3 * kKiB, one));
+  say("cudaMallocManaged", cudaMallocManaged(&a[2], 4 * kKiB, 1));
+  say("cudaMallocHost", cudaMallocHost(&a[3], 5 * kKiB));
+  say("cudaFreeAsync", cudaFreeAsync(a[0], two));
+  say("cuMemFreeAsync", cuMemFreeAsync(p[0], two));
+  say("cudaFree", cudaFree(a[2]));
+  say("cudaFreeHost", cudaFreeHost(a[3]));
+}
+
 void failures() {
   void* out = reinterpret_cast<void*>(0x1234);
   Pointer handle = 7;
@@ -148,6 +165,7 @@ void idle() {
 int main(int argc, char** argv) {
   const std::string_view scene = argc > 1 ? argv[1] : "";
   if (scene == "every-call") every_call();
+  if (scene == "streams") streams();
   if (scene == "failures") failures();
   if (scene == "hidden") hidden_allocation();
   if (scene == "by-name") by_name();

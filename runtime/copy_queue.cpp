@@ -1,0 +1,399 @@
+#include "runtime/copy_queue.hpp"
+
+#include <algorithm>
+
+#include "runtime/assert.hpp"
+#include "runtime/metrics.hpp"
+
+namespace terrace {
+namespace {
+// Chunks on the device at a time in one lane of background copies, however small: queues are bounded.
+constexpr std::size_t kMostChunks = 256;
+
+Nanoseconds now() { return steady_clock().now(); }
+
+Error closing() {
+  return {.code = Errc::kCancelled, .text = "copy engine: it ends; what is held back does not move"};
+}
+}  // namespace
+
+void Bell::wait(const std::stop_token& stop, std::optional<Nanoseconds> until) {
+  std::unique_lock lock(mutex_);
+  const auto rung = [this] { return rung_; };
+  if (until) {
+    const Nanoseconds left = std::max(*until - now(), Nanoseconds(0));
+    (void)woken_.wait_for(lock, stop, left, rung);
+  } else {
+    (void)woken_.wait(lock, stop, rung);
+  }
+  rung_ = false;
+}
+
+CopyQueue::~CopyQueue() {
+  // Lanes first: nothing waits for what a signal or a gate waits for.
+  for (const Lane& lane : lanes_) {
+    if (lane.stream != Stream{}) parts_.device.destroy_stream(lane.stream);
+  }
+  for (const Stream stream : {lanes_[0].signals, lanes_[1].signals, gates_}) {
+    if (stream != Stream{}) parts_.device.destroy_stream(stream);
+  }
+}
+
+Status CopyQueue::take_stream(Stream& stream, StreamPriority priority) {
+  if (stream != Stream{}) return {};
+  const Result<Stream> taken = parts_.device.create_stream(priority);
+  if (!taken.ok()) return taken.error();
+  stream = *taken;
+  return {};
+}
+
+Status CopyQueue::open() {
+  for (Lane& lane : lanes_) {
+    // A copy that waits behind compute in the queue misses its window.
+    if (Status taken = take_stream(lane.stream, StreamPriority::kHigh); !taken.ok()) return taken;
+  }
+  return {};
+}
+
+// ---------------------------------------------------------------- what has arrived
+
+void CopyQueue::reap() {
+  for (const LaneId lane_id : {kUrgentLane, kBackgroundLane}) {
+    Lane& lane = lanes_[lane_id];
+    while (!lane.in_flight.empty() && parts_.device.completed(*lane.in_flight.front().arrived))
+      retire(lane_id);
+  }
+  if (failed_ && lanes_[kUrgentLane].in_flight.empty() && lanes_[kBackgroundLane].in_flight.empty())
+    renew_streams();
+}
+
+void CopyQueue::retire(LaneId lane_id) {
+  Lane& lane = lanes_[lane_id];
+  const Chunk chunk = std::move(lane.in_flight.front());
+  lane.in_flight.pop_front();
+  if (lane.signalled > 0) --lane.signalled;
+  lane.bytes -= chunk.size;
+  CopyJob& job = *chunk.job;
+  --job.in_flight;
+  if (job.last[lane_id] == chunk.arrived) job.last[lane_id] = nullptr;
+  // It has completed: this says how, and does not wait.
+  if (const Status arrived = parts_.device.synchronize(*chunk.arrived); !arrived.ok()) {
+    failed_ = true;
+    fail(chunk.job, arrived.error());
+  } else if (const auto spent = parts_.device.seconds_between(*chunk.begun, *chunk.arrived)) {
+    job.seconds += *spent;
+    metrics().add<Metric::kTransferSeconds>(parts_.direction, job.reason, *spent);
+  }
+  report_if_over(chunk.job);
+}
+
+// A stream keeps its failure until asked for it. Nothing is in flight, so nothing is waited for; but what is
+// held back may have its place among the gates.
+void CopyQueue::renew_streams() {
+  for (const Lane& lane : lanes_) {
+    (void)parts_.device.synchronize(lane.stream);
+    if (lane.signals != Stream{}) (void)parts_.device.synchronize(lane.signals);
+  }
+  const bool gated =
+      std::any_of(held_.begin(), held_.end(), [](const auto& job) { return job->ready != nullptr; });
+  if (!gated && gates_ != Stream{}) (void)parts_.device.synchronize(gates_);
+  failed_ = false;
+}
+
+void CopyQueue::report_if_over(const CopyJobRef& job) {
+  if (!over(*job) || !job->given_out || job->on_done == nullptr) return;
+  --awaited_;
+  ended_.push_back(job);
+  parts_.bell->ring();
+}
+
+void CopyQueue::unhold(const CopyJobRef& job) {
+  job->held = false;
+  if (job->priority == CopyPriority::kBackground) held_bytes_ -= job->rest;
+  job->rest = {};
+  job->pieces.clear();
+  job->ready = nullptr;
+  const auto found = std::find(held_.begin(), held_.end(), job);
+  if (found != held_.end()) held_.erase(found);
+}
+
+void CopyQueue::fail(const CopyJobRef& job, const Error& error) {
+  if (!job->error) job->error = error;
+  if (job->held) unhold(job);
+}
+
+// ---------------------------------------------------------------- onto the device
+
+// Between wait and signal: begun, the pieces, arrived. What an error leaves queued is in flight, as what
+// is whole is.
+Status CopyQueue::queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces, Bytes size) {
+  Lane& lane = lanes_[lane_id];
+  Device& device = parts_.device;
+  const auto begun = parts_.events.take();
+  if (!begun.ok()) return begun.error();
+  const auto arrived = parts_.events.take();
+  if (!arrived.ok()) return arrived.error();
+  if (Status recorded = device.record(lane.stream, **begun); !recorded.ok()) return recorded;
+  Status copied = device.copy_batch(lane.stream, parts_.direction, pieces);
+  if (Status recorded = device.record(lane.stream, **arrived); !recorded.ok()) {
+    // Nothing will say when these bytes have stopped moving: see to it now.
+    (void)device.synchronize(lane.stream);
+    return copied.ok() ? recorded : copied;
+  }
+  lane.in_flight.push_back({job, size, *begun, *arrived});
+  lane.bytes += size;
+  ++job->in_flight;
+  job->last[lane_id] = *arrived;
+  return copied;
+}
+
+// The next pieces of at most that many bytes, the last one cut where it must be; they are no longer the
+// job's.
+std::vector<Transfer> CopyQueue::next_pieces(CopyJob& job, Bytes most) const {
+  std::vector<Transfer> taken;
+  while (job.next < job.pieces.size() && most > 0_B) {
+    Transfer& piece = job.pieces[job.next];
+    const Bytes size = std::min(piece.size, most);
+    if (size > 0_B) taken.push_back({piece.to, piece.from, size});
+    most -= size;
+    piece.to += size.count();
+    piece.from += size.count();
+    piece.size -= size;
+    if (piece.size == 0_B) ++job.next;
+  }
+  return taken;
+}
+
+// One chunk of at most `most` bytes, behind an event where there is one.
+Status CopyQueue::send(LaneId lane_id, const CopyJobRef& job, Bytes most, const EventPool::Held& behind) {
+  const Bytes size = std::min(job->rest, most);
+  const std::vector<Transfer> pieces = next_pieces(*job, most);
+  Status sent;
+  if (behind != nullptr) sent = parts_.device.wait(lanes_[lane_id].stream, *behind);
+  if (sent.ok()) sent = queue(lane_id, job, pieces, size);
+  if (!sent.ok()) {
+    fail(job, sent.error());
+    report_if_over(job);
+    return sent;
+  }
+  job->ready = nullptr;
+  job->rest -= size;
+  if (job->priority == CopyPriority::kBackground) held_bytes_ -= size;
+  cap_.spend(size, now());
+  if (job->given_out) metrics().add<Metric::kTransferBytes>(parts_.direction, job->reason, size);
+  if (job->rest == 0_B) unhold(job);
+  return {};
+}
+
+bool CopyQueue::room_for(const CopyJob& job) const {
+  const Lane& lane = lanes_[kBackgroundLane];
+  if (lane.in_flight.empty()) return true;
+  const Bytes size = std::min(job.rest, parts_.options.chunk);
+  return lane.bytes + size <= parts_.options.window && lane.in_flight.size() < kMostChunks;
+}
+
+void CopyQueue::dispatch() {
+  while (!held_.empty() && !failed_ && room_for(*held_.front()) && cap_.open(now())) {
+    const CopyJobRef job = held_.front();
+    if (!send(kBackgroundLane, job, parts_.options.chunk, job->ready).ok()) continue;  // its ticket says so
+    if (!job->held && job->on_done != nullptr) signal(lanes_[kBackgroundLane]);
+  }
+  if (!held_.empty()) signal(lanes_[kBackgroundLane]);
+}
+
+// Everything in flight there will ring the bell, on a stream of its own: a host function in the lane would
+// stop the link until it had run. Where the device refuses, looking again finds out later.
+void CopyQueue::signal(Lane& lane) {
+  if (lane.signalled == lane.in_flight.size() || !take_stream(lane.signals, StreamPriority::kWaiting).ok())
+    return;
+  for (; lane.signalled < lane.in_flight.size(); ++lane.signalled) {
+    if (!parts_.device.wait(lane.signals, *lane.in_flight[lane.signalled].arrived).ok()) return;
+    if (!parts_.device.launch_host(lane.signals, [bell = parts_.bell] { bell->ring(); }).ok()) return;
+  }
+}
+
+// ---------------------------------------------------------------- from the caller
+
+Status CopyQueue::gate(CopyJob& job, Event after) {
+  if (Status taken = take_stream(gates_, StreamPriority::kWaiting); !taken.ok()) return taken;
+  const auto ready = parts_.events.take();
+  if (!ready.ok()) return ready.error();
+  if (Status waits = parts_.device.wait(gates_, after); !waits.ok()) return waits;
+  if (Status recorded = parts_.device.record(gates_, **ready); !recorded.ok()) return recorded;
+  job.ready = *ready;
+  return {};
+}
+
+Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
+  held_bytes_ += job->rest;
+  const bool first = held_.empty();
+  const bool at_once = first && !failed_ && room_for(*job) && cap_.open(now());
+  if (after != Event{}) {
+    Status behind = at_once ? parts_.device.wait(lanes_[kBackgroundLane].stream, after) : gate(*job, after);
+    if (!behind.ok()) return behind;
+  }
+  held_.push_back(job);
+  dispatch();
+  if (job->error) return *job->error;
+  if (first && !held_.empty()) parts_.bell->ring();  // from now on it is the thread's to send the rest
+  return {};
+}
+
+Status CopyQueue::submit(const CopyJobRef& job, Event after) {
+  std::unique_lock lock(mutex_);
+  if (closed_) return closing();
+  reap();
+  Status sent;
+  if (job->priority == CopyPriority::kBackground) {
+    sent = submit_background(job, after);
+  } else {
+    if (after != Event{}) sent = parts_.device.wait(lanes_[kUrgentLane].stream, after);
+    if (sent.ok()) sent = send(kUrgentLane, job, job->rest, nullptr);
+    if (sent.ok() && job->on_done != nullptr) signal(lanes_[kUrgentLane]);
+  }
+  if (sent.ok()) {
+    job->given_out = true;
+    metrics().add<Metric::kTransferBytes>(parts_.direction, job->reason, job->bytes - job->rest);
+    if (job->on_done != nullptr) ++awaited_;
+    report_if_over(job);
+    return {};
+  }
+  fail(job, sent.error());
+  // Part of it may be on its way into memory that the caller is about to reuse. What the wait reports adds
+  // nothing to the error in hand.
+  const auto last = job->last;
+  lock.unlock();
+  for (const auto& arrived : last) {
+    if (arrived != nullptr) (void)parts_.device.synchronize(*arrived);
+  }
+  return sent;
+}
+
+bool CopyQueue::done(const CopyJobRef& job) {
+  const std::lock_guard lock(mutex_);
+  if (job->in_flight > 0) reap();
+  return over(*job);
+}
+
+// As urgent, behind what of it is in flight already: that has waited for the job's `after`, where a job of
+// which nothing has gone out waits for itself. Those held back behind it find the room as it was.
+Status CopyQueue::send_rest(const CopyJobRef& job) {
+  if (!job->held) return {};
+  const EventPool::Held behind =
+      job->last[kBackgroundLane] != nullptr ? job->last[kBackgroundLane] : job->ready;
+  Status sent = send(kUrgentLane, job, job->rest, behind);
+  if (sent.ok() && job->on_done != nullptr) signal(lanes_[kUrgentLane]);
+  return sent;
+}
+
+Status CopyQueue::promote(const CopyJobRef& job) {
+  const std::lock_guard lock(mutex_);
+  return send_rest(job);
+}
+
+Status CopyQueue::order_before(const CopyJobRef& job, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (Status sent = send_rest(job); !sent.ok()) return sent;
+  reap();
+  if (job->error) return *job->error;
+  for (const auto& arrived : job->last) {
+    if (arrived == nullptr) continue;
+    if (Status waits = parts_.device.wait(stream, *arrived); !waits.ok()) return waits;
+  }
+  return {};
+}
+
+Status CopyQueue::synchronize(const CopyJobRef& job) {
+  std::unique_lock lock(mutex_);
+  (void)send_rest(job);  // the job keeps its error, and what of it is in flight is waited for all the same
+  const auto last = job->last;  // held, so that nobody records them anew meanwhile
+  lock.unlock();
+  Status waited;
+  for (const auto& arrived : last) {
+    if (arrived == nullptr) continue;
+    Status each = parts_.device.synchronize(*arrived);
+    if (waited.ok()) waited = std::move(each);
+  }
+  lock.lock();
+  reap();
+  if (job->error) return *job->error;
+  return waited;
+}
+
+void CopyQueue::cancel(const CopyJobRef& job) {
+  const std::lock_guard lock(mutex_);
+  if (!job->held) return;
+  fail(job, {.code = Errc::kCancelled, .text = "copy engine: cancelled while part of it was held back"});
+  report_if_over(job);
+}
+
+Result<double> CopyQueue::seconds(const CopyJobRef& job) {
+  const std::lock_guard lock(mutex_);
+  reap();
+  TERRACE_CHECK(over(*job), "a copy's time is known when it is done");
+  if (job->error) return *job->error;
+  return job->seconds;
+}
+
+void CopyQueue::set_cap(double bytes_per_second) {
+  {
+    const std::lock_guard lock(mutex_);
+    cap_.set_rate(bytes_per_second, now());
+  }
+  parts_.bell->ring();
+}
+
+double CopyQueue::cap() const {
+  const std::lock_guard lock(mutex_);
+  return cap_.rate();
+}
+
+Bytes CopyQueue::held_back() const {
+  const std::lock_guard lock(mutex_);
+  return held_bytes_;
+}
+
+// ---------------------------------------------------------------- from the engine's thread
+
+namespace {
+std::vector<CopyQueue::Ended> with_status(std::vector<CopyJobRef>& ended) {
+  std::vector<CopyQueue::Ended> told;
+  for (CopyJobRef& job : ended) {
+    Status status = job->error ? Status(*job->error) : Status();
+    told.push_back({std::move(job), std::move(status)});
+  }
+  ended.clear();
+  return told;
+}
+}  // namespace
+
+CopyQueue::Turn CopyQueue::take_turn() {
+  const std::lock_guard lock(mutex_);
+  reap();
+  dispatch();
+  Turn turn{.ended = with_status(ended_), .look_at = {}};
+  if (!held_.empty() || awaited_ > 0) turn.look_at = now() + parts_.options.look_again;
+  if (!held_.empty() && !failed_ && room_for(*held_.front()))
+    turn.look_at = std::min(*turn.look_at, cap_.opens_at(now()));
+  return turn;
+}
+
+std::vector<CopyQueue::Ended> CopyQueue::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    while (!held_.empty()) {
+      const CopyJobRef job = held_.front();
+      fail(job, closing());
+      report_if_over(job);
+    }
+  }
+  for (const Lane& lane : lanes_) {
+    if (lane.stream != Stream{}) (void)parts_.device.synchronize(lane.stream);
+  }
+  const std::lock_guard lock(mutex_);
+  reap();
+  return with_status(ended_);
+}
+
+}  // namespace terrace

@@ -1,0 +1,162 @@
+// One direction of the copy engine: its two lanes, what is held back, and the rule by which that goes out.
+//
+//   submit, urgent      ---------------------------> urgent lane
+//   submit, background  --> held back --(dispatch)--> background lane: at most a window of bytes
+//                               +------(promote)----> urgent lane
+//
+// Every public call but close() may come from any thread. Whoever finds room dispatches: the submitter where
+// nothing is ahead, else the engine's thread, which a Bell wakes when a chunk has completed. Nothing here
+// waits on the host, but for a failed submit() (for what it had started), synchronize() and close().
+//
+// A failure of a stream (work that threw, on the emulated device) fails what is queued behind it there. Once
+// that has come to its end the streams are as new.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <utility>
+#include <vector>
+
+#include "runtime/copy_cap.hpp"
+#include "runtime/copy_engine.hpp"
+#include "runtime/copy_events.hpp"
+
+namespace terrace {
+
+// Wakes the engine's thread. Threads of the device ring it: a lock of a few instructions, no device call.
+class Bell {
+ public:
+  void ring() {
+    {
+      const std::lock_guard lock(mutex_);
+      rung_ = true;
+    }
+    woken_.notify_one();
+  }
+  // Until rung, stopped or `until`; nothing: no time limit.
+  void wait(const std::stop_token& stop, std::optional<Nanoseconds> until);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable_any woken_;
+  bool rung_ = false;
+};
+
+// One submit(). What follows `on_done` is the queue's, under its lock.
+struct CopyJob {
+  CopyReason reason = CopyReason::kSpill;
+  CopyPriority priority = CopyPriority::kUrgent;
+  Bytes bytes;
+  std::function<void(const Status&)> on_done;
+
+  std::vector<Transfer> pieces;  // from `next` on: not on the device yet
+  std::size_t next = 0;
+  Bytes rest;                           // bytes of those
+  bool held = true;                     // some of it, be it zero bytes, is not on the device yet
+  bool given_out = false;               // submit() has succeeded
+  int in_flight = 0;                    // chunks
+  EventPool::Held ready;                // completed once the first chunk may start; null: nothing to wait for
+  std::array<EventPool::Held, 2> last;  // by lane: when its chunks there have arrived; null: they have
+  double seconds = 0;
+  std::optional<Error> error;
+};
+using CopyJobRef = std::shared_ptr<CopyJob>;
+
+class CopyQueue {
+ public:
+  struct Parts {
+    Device& device;
+    EventPool& events;
+    std::shared_ptr<Bell> bell;
+    Direction direction;
+    const CopyEngine::Options& options;
+  };
+  explicit CopyQueue(Parts parts) : parts_(std::move(parts)) {}
+  ~CopyQueue();  // after close()
+  CopyQueue(const CopyQueue&) = delete;
+  CopyQueue& operator=(const CopyQueue&) = delete;
+  [[nodiscard]] Status open();  // takes its streams; once, before anything else
+
+  // The job's pieces and labels are set. On error nothing of it moves any more.
+  [[nodiscard]] Status submit(const CopyJobRef& job, Event after);
+  // As CopyEngine::Ticket says.
+  [[nodiscard]] bool done(const CopyJobRef& job);
+  [[nodiscard]] Status synchronize(const CopyJobRef& job);
+  [[nodiscard]] Status order_before(const CopyJobRef& job, Stream stream);
+  [[nodiscard]] Status promote(const CopyJobRef& job);
+  void cancel(const CopyJobRef& job);
+  [[nodiscard]] Result<double> seconds(const CopyJobRef& job);
+  void set_cap(double bytes_per_second);
+  [[nodiscard]] double cap() const;
+  [[nodiscard]] Bytes held_back() const;
+
+  struct Ended {  // somebody wants to know
+    CopyJobRef job;
+    Status status;
+  };
+  struct Turn {
+    std::vector<Ended> ended;            // call their on_done
+    std::optional<Nanoseconds> look_at;  // when to come back, rung or not
+  };
+  // What the engine's thread does each time it wakes.
+  [[nodiscard]] Turn take_turn();
+  // Cancels what is held back, refuses what is submitted from now on, waits for what is in flight, and gives
+  // back the last who want to know.
+  [[nodiscard]] std::vector<Ended> close();
+
+ private:
+  enum LaneId : std::uint8_t { kUrgentLane = 0, kBackgroundLane = 1 };
+  struct Chunk {
+    CopyJobRef job;
+    Bytes size;
+    EventPool::Held begun, arrived;
+  };
+  struct Lane {
+    Stream stream;
+    Stream signals;  // waits for chunks and rings the bell; taken when first needed
+    std::deque<Chunk> in_flight;
+    std::size_t signalled = 0;  // that many of them, from the front, will ring
+    Bytes bytes;                // in flight
+  };
+
+  // All of these: the lock is held.
+  void reap();
+  void retire(LaneId lane_id);
+  void renew_streams();
+  void dispatch();
+  [[nodiscard]] bool room_for(const CopyJob& job) const;
+  [[nodiscard]] std::vector<Transfer> next_pieces(CopyJob& job, Bytes most) const;
+  [[nodiscard]] Status send(LaneId lane_id, const CopyJobRef& job, Bytes most, const EventPool::Held& behind);
+  [[nodiscard]] Status queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces,
+                             Bytes size);
+  [[nodiscard]] Status submit_background(const CopyJobRef& job, Event after);
+  [[nodiscard]] Status gate(CopyJob& job, Event after);
+  [[nodiscard]] Status send_rest(const CopyJobRef& job);
+  [[nodiscard]] Status take_stream(Stream& stream, StreamPriority priority);
+  void signal(Lane& lane);
+  void unhold(const CopyJobRef& job);
+  void fail(const CopyJobRef& job, const Error& error);
+  void report_if_over(const CopyJobRef& job);
+  [[nodiscard]] static bool over(const CopyJob& job) { return !job.held && job.in_flight == 0; }
+
+  const Parts parts_;
+  mutable std::mutex mutex_;
+  std::array<Lane, 2> lanes_;
+  Stream gates_;  // holds the place of jobs whose `after` may be recorded again before they go out
+  std::deque<CopyJobRef> held_;
+  Bytes held_bytes_;
+  CopyCap cap_;
+  bool failed_ = false;  // a stream has; until all in flight has ended
+  bool closed_ = false;
+  int awaited_ = 0;  // given out, with an on_done, and not over
+  std::vector<CopyJobRef> ended_;
+};
+
+}  // namespace terrace
