@@ -15,6 +15,9 @@ constexpr std::array<std::uint64_t, HbmCentre::kRangeCount> kRangesPerDevice = {
 
 constexpr std::uint64_t kSlackShare = 64;
 
+// What idle streams take to pass fences that were just recorded, with room to spare.
+constexpr Nanoseconds kPatience{50'000};
+
 std::size_t range_index(Lifetime lifetime, Bytes span) {
   return static_cast<std::size_t>(lifetime) * 2 + (span.count() > ThreadCache::kSmallBytes ? 1 : 0);
 }
@@ -124,24 +127,45 @@ void HbmCentre::set_mapped(Bytes mapped) {
   mapped_peak_ = std::max(mapped_peak_, mapped);
 }
 
-Result<Physical> HbmCentre::reclaim_chunk(const Growing& growing, Patience patience) {
+// One that no work uses any more, as far as shows before `patience_ends`.
+std::optional<Result<Physical>> HbmCentre::move_quiet_chunk(const Growing& growing,
+                                                            Nanoseconds patience_ends) {
   for (ChunkRange& range : ranges_) {
     const auto* growth = &range == growing.range ? growing.growth : nullptr;
     const auto index = range.free_chunk(growth, [&](const Extent& extent) {
-      return patience == Patience::kWait || order_.is_over({extent.pending, extent.sequence});
+      return order_.is_over({extent.pending, extent.sequence}, patience_ends);
     });
+    if (index) return take_out(range, *index);
+  }
+  return std::nullopt;
+}
+
+// Any one that is free; its last use is waited for, if all are in use yet.
+Result<Physical> HbmCentre::reclaim_chunk(const Growing& growing) {
+  const Nanoseconds began = steady_clock().now();
+  if (auto quiet = move_quiet_chunk(growing, began); quiet && quiet->ok()) return std::move(*quiet);
+  Error failure{.code = Errc::kNotFound, .text = "no chunk is free"};
+  for (ChunkRange& range : ranges_) {
+    const auto* growth = &range == growing.range ? growing.growth : nullptr;
+    const auto index = range.free_chunk(growth, [](const Extent&) { return true; });
     if (!index) continue;
     const Extent& extent = range.extent_of(*index);
-    if (patience == Patience::kWait) {
-      const Nanoseconds began = steady_clock().now();
-      if (auto done = order_.finish({extent.pending, extent.sequence}); !done) return done.error();
-      metrics().add<Metric::kStallSeconds>(StallReason::kBudget, steady_clock().now() - began);
+    Status done = order_.finish({extent.pending, extent.sequence});
+    metrics().add<Metric::kStallSeconds>(StallReason::kBudget, steady_clock().now() - began);
+    if (done) {
+      auto physical = take_out(range, *index);
+      if (physical) return physical;
+      done = physical.error();
     }
-    auto physical = range.unmap_chunk(*index);
-    if (physical) table_.clear(range.address_of(*index * chunk_.count()), chunk_);
-    return physical;
+    if (failure.code == Errc::kNotFound) failure = done.error();
   }
-  return Error{.code = Errc::kNotFound, .text = "no chunk is free"};
+  return failure;
+}
+
+Result<Physical> HbmCentre::take_out(ChunkRange& range, std::size_t index) {
+  auto physical = range.unmap_chunk(index);
+  if (physical) table_.clear(range.address_of(index * chunk_.count()), chunk_);
+  return physical;
 }
 
 // Up to here another chunk is mapped without looking for a free one to move: a little above the most that was
@@ -158,23 +182,20 @@ std::size_t HbmCentre::obtainable(const Growing& growing) const {
   return chunks;
 }
 
-Result<Physical> HbmCentre::obtain_chunk(const Growing& growing, const Request& request, Bytes live) {
-  if (mapped_ + chunk_ > worth_mapping()) {
-    // Free memory elsewhere in the pool moves under the range that needs it, if no work uses it any more.
-    auto moved = reclaim_chunk(growing, Patience::kOnlyQuiet);
-    if (moved || moved.error().code != Errc::kNotFound) return moved;
+Result<Physical> HbmCentre::obtain_chunk(const Growing& growing, Search& search) {
+  if (mapped_ + chunk_ > worth_mapping() && search.may_find_quiet) {
+    // Free memory elsewhere in the pool moves under the range that needs it.
+    auto moved = move_quiet_chunk(growing, search.patience_ends);
+    if (moved && moved->ok()) return std::move(*moved);
+    search.may_find_quiet = false;
   }
-  if (mapped_ + chunk_ <= budget_) {
-    auto created = device_.create_physical(chunk_);
-    if (created) set_mapped(mapped_ + chunk_);
-    if (created || created.error().code != Errc::kOutOfMemory) return created;
-    // Others hold the device's memory: what the pool has must do.
-    if (auto moved = reclaim_chunk(growing, Patience::kWait)) return moved;
-    return created;
-  }
-  auto moved = reclaim_chunk(growing, Patience::kWait);
-  if (!moved && moved.error().code == Errc::kNotFound) return refusal(request, live);
-  return moved;
+  if (mapped_ + chunk_ > budget_) return reclaim_chunk(growing);
+  auto created = device_.create_physical(chunk_);
+  if (created) set_mapped(mapped_ + chunk_);
+  if (created || created.error().code != Errc::kOutOfMemory) return created;
+  // Others hold the device's memory: what the pool has must do.
+  if (auto moved = reclaim_chunk(growing)) return moved;
+  return created;
 }
 
 // Makes the table's words for the chunks of a growth writable.
@@ -198,23 +219,26 @@ Status HbmCentre::grow(const Request& request, Bytes live) {
   const auto growth = range.plan_growth(room);
   if (!growth || growth->chunks > obtainable({&range, &*growth})) return refusal(request, live);
   std::vector<Physical> chunks;
+  Search search{.patience_ends = steady_clock().now() + kPatience};
   Status status = open_words(range, *growth);
   while (status.ok() && chunks.size() < growth->chunks) {
-    auto physical = obtain_chunk({&range, &*growth}, request, live);
+    auto physical = obtain_chunk({&range, &*growth}, search);
     if (physical) chunks.push_back(*physical);
     if (!physical) status = physical.error();
   }
   if (status.ok()) status = range.map_chunks(growth->first_chunk, chunks);
   if (status.ok()) return {};
+  // A lost device keeps what may still be mapped; else nothing of it is.
   for (const Physical chunk : chunks) {
+    if (status.error().code == Errc::kDeviceLost) break;
     device_.destroy_physical(chunk);
     mapped_ -= chunk_;
   }
-  return status;
+  return status.error().code == Errc::kNotFound ? Status(refusal(request, live)) : status;
 }
 
 bool HbmCentre::release_chunk() {
-  auto physical = reclaim_chunk({}, Patience::kWait);
+  auto physical = reclaim_chunk({});
   if (!physical) return false;
   device_.destroy_physical(*physical);
   mapped_ -= chunk_;

@@ -53,8 +53,8 @@ class HbmCentre {
   // The block at `at` is free once `pending` is over.
   void give_back(Address at, const Pending& pending);
 
-  // Unmaps one wholly free chunk and gives it back to the device. False: there is none, or the device
-  // refuses.
+  // Unmaps one wholly free chunk, its last use waited for, and gives it back to the device. False: there is
+  // none, or the device refuses.
   [[nodiscard]] bool release_chunk();
   void set_budget(Bytes budget) { budget_ = budget; }
   void reset_mapped_peak() { mapped_peak_ = mapped_; }
@@ -83,9 +83,17 @@ class HbmCentre {
     const ChunkRange* range = nullptr;
     const ChunkRange::Growth* growth = nullptr;
   };
-  enum class Patience : std::uint8_t { kWait, kOnlyQuiet };
-  [[nodiscard]] Result<Physical> obtain_chunk(const Growing& growing, const Request& request, Bytes live);
-  [[nodiscard]] Result<Physical> reclaim_chunk(const Growing& growing, Patience patience);
+  // What one growth has learned while it gathers chunks.
+  struct Search {
+    Nanoseconds patience_ends{};
+    bool may_find_quiet = true;
+  };
+  [[nodiscard]] Result<Physical> obtain_chunk(const Growing& growing, Search& search);
+  // Nothing: no free chunk is quiet. Else the chunk, or why it could not be unmapped.
+  [[nodiscard]] std::optional<Result<Physical>> move_quiet_chunk(const Growing& growing,
+                                                                 Nanoseconds patience_ends);
+  [[nodiscard]] Result<Physical> reclaim_chunk(const Growing& growing);
+  [[nodiscard]] Result<Physical> take_out(ChunkRange& range, std::size_t index);
   [[nodiscard]] Status open_words(const ChunkRange& range, const ChunkRange::Growth& growth);
   [[nodiscard]] Bytes worth_mapping() const;
   [[nodiscard]] std::size_t obtainable(const Growing& growing) const;

@@ -57,10 +57,12 @@ class HbmPool {
       return {};
     return free_slowly(stream, block.address);
   }
-  // Gives the block back now: the caller has seen every use of it complete.
+  // Gives the block back now: the caller has seen every use of it complete, and what its stream had before
+  // the allocation.
   Status free_completed(const Block& block);
 
-  // Unmaps free chunks whose last use has completed. Returns the bytes given back to the device.
+  // Unmaps every free chunk; the host waits for the last use of each. Returns the bytes given back to the
+  // device.
   Bytes trim();
   // Changes the budget. Lowered under what is mapped, free chunks are given back first; what remains above it
   // is kept and no more is mapped until usage falls. Returns the bytes by which mapped memory still exceeds
@@ -82,7 +84,8 @@ class HbmPool {
   void reset_peaks();
   // The most bytes live at one time since the last call.
   Bytes take_watermark();
-  // The largest block that allocate() could serve now without exceeding the budget; a hint for messages.
+  // A block that allocate() could serve now without exceeding the budget, at least; a hint for messages. What
+  // moving free chunks would give is not counted.
   [[nodiscard]] Bytes largest_available() const;
 
   // Checks, with every thread held off, that each byte of each mapped chunk lies in exactly one live block,

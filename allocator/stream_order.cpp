@@ -4,13 +4,8 @@
 #include <bit>
 #include <utility>
 
-#include "runtime/clock.hpp"
-
 namespace terrace {
 namespace {
-
-// What an idle stream takes to pass a fence that was just recorded, with room to spare.
-constexpr Nanoseconds kPatience{30'000};
 
 Error still_at_work() { return {.code = Errc::kTimeout, .text = "a stream is at work"}; }
 
@@ -144,7 +139,10 @@ Result<std::optional<StreamOrder::Fence>> StreamOrder::fence_after(Record& recor
   if (!event) return std::move(event).error();
   if (auto recorded = device_.record(record.stream, *event); !recorded) {
     spare_.push_back(*event);
-    return recorded.error();
+    if (device_.alive(record.stream)) return recorded.error();
+    // Another thread ended the stream meanwhile: what was freed on it is over.
+    record.completed = sequence_;
+    return std::optional<Fence>();
   }
   record.fences.push_back({*event, sequence_});
   return std::optional<Fence>(record.fences.back());
@@ -164,14 +162,13 @@ Status StreamOrder::order_behind(Index stream, const Pending& pending) {
   });
 }
 
-bool StreamOrder::is_over(const Pending& pending) {
+bool StreamOrder::is_over(const Pending& pending, Nanoseconds patience_ends) {
   const Status all = each_stream(pending.streams, [&](std::size_t index) -> Status {
     Record& record = records_[index];
     const std::uint64_t until = open_until(record, pending);
     if (until == 0) return {};
     auto fence = fence_after(record, until);
     if (!fence) return fence.error();
-    const Nanoseconds patience_ends = steady_clock().now() + kPatience;
     while (fence->has_value() && !device_.completed((*fence)->event)) {
       if (steady_clock().now() > patience_ends) return still_at_work();
     }

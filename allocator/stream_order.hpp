@@ -20,6 +20,7 @@
 #include <optional>
 #include <vector>
 
+#include "runtime/clock.hpp"
 #include "runtime/device.hpp"
 
 namespace terrace {
@@ -54,9 +55,9 @@ class StreamOrder {
   [[nodiscard]] bool ready_for(Index stream, const Pending& pending) const;
   // Makes later work on `stream` wait for what is pending. On error some of it may be waited for.
   [[nodiscard]] Status order_behind(Index stream, const Pending& pending);
-  // Whether what is pending is over. Asks the device: a stream with nothing else to do passes a fence within
-  // microseconds, and so long is waited; one that is at work is not waited for.
-  [[nodiscard]] bool is_over(const Pending& pending);
+  // Whether what is pending is over. Asks the device, again and again until `patience_ends`: a stream with
+  // nothing else to do passes a fence within microseconds; one that is at work is not waited for.
+  [[nodiscard]] bool is_over(const Pending& pending, Nanoseconds patience_ends);
   // The host waits for what is pending.
   [[nodiscard]] Status finish(const Pending& pending);
   // The host waits for every free so far, even where fences fail.

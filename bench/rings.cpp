@@ -1,8 +1,8 @@
 // An all-to-all of equal parts between the GPUs of one process, into a plain receive buffer as ncclAlltoAll
-// does: as a user gets it, the way chosen by size (terrace); by each way alone, the counts read on the device
-// and the data through the slots (terrace_kernel), straight into the buffers by the kernel (terrace_direct)
-// or by copy engines (terrace_copy_engine); with the data left in the slots (terrace_in_place); and through
-// NCCL. Between emulated devices the peer is a plain memcpy.
+// does: as a user gets it, straight into registered buffers by the kernel (terrace); the counts read on the
+// device and the data through the slots (terrace_kernel); straight by copy engines (terrace_copy_engine);
+// with the data left in the slots (terrace_in_place); and through NCCL. Between emulated devices the peer is
+// a plain memcpy.
 //
 // In every round each size is run by each system once, and another system begins; a row is the median of the
 // rounds, and a run the mean of many exchanges queued behind each other. What each system delivers is
@@ -39,8 +39,6 @@ struct Settings {
   int ranks = 2;
   int rounds = 7;
   RingShape shape;
-  std::string copy = "bulk";
-  std::uint64_t copy_engines_from = RingOptions{}.copy_engines_from / 1_MiB;
 };
 
 // Bytes that one rank sends, itself included, and how many exchanges make a run.
@@ -86,8 +84,6 @@ class Machine {
     options.slots = kSlots;
     options.slot_bytes = round_up(largest / count, Bytes(kRingSlotAlignment));
     options.shape = settings.shape;
-    options.copy = settings.copy == "bulk" ? RingCopy::kBulk : RingCopy::kVector;
-    options.copy_engines_from = settings.copy_engines_from * 1_MiB;
     const Bytes ring = RingBuffers::bytes_per_rank(options, static_cast<std::uint32_t>(count));
     const Bytes budget = round_up(2 * largest + ring + 128_MiB, 2_MiB);
     for (int index = 0; index < settings.ranks; ++index) {
@@ -393,9 +389,8 @@ class NcclRanks {
 
 Result<std::vector<System>> systems_for(const Settings& settings, const std::shared_ptr<Counts>& counts) {
   std::vector<System> systems;
-  systems.push_back(equal_parts("terrace", RingPath::kBySize));
+  systems.push_back(equal_parts("terrace", RingPath::kFastest));
   systems.push_back(by_counts(counts));
-  systems.push_back(equal_parts("terrace_direct", RingPath::kDirect));
   systems.push_back(in_place(counts));
   systems.push_back(equal_parts("terrace_copy_engine", RingPath::kCopyEngines));
   if (settings.device == "emulated") {
@@ -505,10 +500,6 @@ int main(int argc, char** argv) {
   app.add_option("--senders", settings.shape.senders, "Blocks that send to each peer (with the next two)");
   app.add_option("--receivers", settings.shape.receivers, "Blocks that receive from each peer");
   app.add_option("--copiers", settings.shape.copiers, "Blocks that copy the rank's own part");
-  app.add_option("--copy", settings.copy, "How the kernel's blocks copy")
-      ->check(CLI::IsMember({"bulk", "vector"}));
-  app.add_option("--copy-engines-from", settings.copy_engines_from,
-                 "MiB of a part from which they are the choice by size");
   CLI11_PARSE(app, argc, argv);
   if (settings.device == "auto")
     settings.device = open_cuda_device(DeviceId{.index = settings.ranks - 1}).ok() ? "cuda" : "emulated";

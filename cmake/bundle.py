@@ -26,7 +26,7 @@ CARRIED_FOLDERS = ("tests/", "examples/", "bench/", "dashboards/")
 
 ENV_SH = r"""# Source this: it lets the bundle's programs and tests find their files and CUDA's libraries.
 bundle="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-[ -d "$bundle/bin" ] || tar -xzf "$bundle/binaries.tar.gz" -C "$bundle" || return 1
+[ -d "$bundle/bin" ] || tar -xJf "$bundle/binaries.tar.xz" -C "$bundle" || return 1
 export TERRACE_SOURCE_DIR="$bundle/source" TERRACE_BUILD_DIR="$bundle" TERRACE_TEXT_DIR="$bundle/text"
 export PATH="$bundle/bin:$PATH"
 # CUDA's libraries come with the toolkit, or with Python packages (nvidia/*/lib).
@@ -180,7 +180,7 @@ def write_scripts(build, out):
 
 def pack_binaries(out):
     """bin/ and lib/ travel compressed, and env.sh unpacks them: most of them is one library of matrix kernels."""
-    with tarfile.open(out / "binaries.tar.gz", "w:gz", compresslevel=6) as archive:
+    with tarfile.open(out / "binaries.tar.xz", "w:xz", preset=6) as archive:
         for folder in ("bin", "lib"):
             archive.add(out / folder, arcname=folder)
             shutil.rmtree(out / folder)

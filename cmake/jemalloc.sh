@@ -117,10 +117,11 @@ compile() {
 
 # What the tests of the whole can show only after a full build.
 check_archive() {
-  local foreign
+  local foreign relocations
   foreign=$(nm --defined-only -g "$1" | awk 'NF == 3 {print $3}' | grep -v "^$kPrefix" || true)
   [ -z "$foreign" ] || fail "the archive defines names without our prefix: ${foreign//$'\n'/ }"
-  ! readelf -Wr "$1" | grep -qE 'R_X86_64_(GOT)?TPOFF|R_AARCH64_TLSIE' || fail "the archive uses initial-exec storage"
+  relocations=$(readelf -Wr "$1")
+  ! grep -qE 'R_X86_64_(GOT)?TPOFF|R_AARCH64_TLSIE' <<<"$relocations" || fail "the archive uses initial-exec storage"
 }
 
 install_into() {

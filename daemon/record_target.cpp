@@ -4,10 +4,13 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 
 #include "runtime/owned_fd.hpp"
+#include "runtime/trace/format.hpp"
 
 namespace terrace {
 
@@ -25,6 +28,11 @@ Status prepare_record_target(const std::string& file) {
   // A recorder holds a lock on its file (runtime/trace/recording_file.hpp).
   if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
     return refuse(Errc::kInvalidArgument, "a running process is recording into it; name another file");
+  }
+  std::array<unsigned char, trace::kMagic.size()> head{};
+  const ssize_t begins = ::pread(fd.get(), head.data(), head.size(), 0);
+  if (begins > 0 && !std::equal(head.begin(), head.begin() + begins, trace::kMagic.begin())) {
+    return refuse(Errc::kInvalidArgument, "it is no trace, and would be overwritten; name another file");
   }
   if (::ftruncate(fd.get(), 0) != 0) return refuse(Errc::kIo, std::strerror(errno));
   return {};

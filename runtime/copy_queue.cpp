@@ -39,9 +39,11 @@ CopyQueue::~CopyQueue() {
   }
 }
 
-Status CopyQueue::take_stream(Stream& stream, StreamPriority priority) {
+Status CopyQueue::take_stream(Stream& stream) {
   if (stream != Stream{}) return {};
-  const Result<Stream> taken = parts_.device.create_stream(priority);
+  // High: a copy that waits behind compute in the queue misses its window. And a stream that waits must not
+  // share a hardware queue with compute, which it would hold up: those are kept apart by priority.
+  const Result<Stream> taken = parts_.device.create_stream(StreamPriority::kHigh);
   if (!taken.ok()) return taken.error();
   stream = *taken;
   return {};
@@ -49,8 +51,7 @@ Status CopyQueue::take_stream(Stream& stream, StreamPriority priority) {
 
 Status CopyQueue::open() {
   for (Lane& lane : lanes_) {
-    // A copy that waits behind compute in the queue misses its window.
-    if (Status taken = take_stream(lane.stream, StreamPriority::kHigh); !taken.ok()) return taken;
+    if (Status taken = take_stream(lane.stream); !taken.ok()) return taken;
   }
   return {};
 }
@@ -204,8 +205,7 @@ void CopyQueue::dispatch() {
 // Everything in flight there will ring the bell, on a stream of its own: a host function in the lane would
 // stop the link until it had run. Where the device refuses, looking again finds out later.
 void CopyQueue::signal(Lane& lane) {
-  if (lane.signalled == lane.in_flight.size() || !take_stream(lane.signals, StreamPriority::kWaiting).ok())
-    return;
+  if (lane.signalled == lane.in_flight.size() || !take_stream(lane.signals).ok()) return;
   for (; lane.signalled < lane.in_flight.size(); ++lane.signalled) {
     if (!parts_.device.wait(lane.signals, *lane.in_flight[lane.signalled].arrived).ok()) return;
     if (!parts_.device.launch_host(lane.signals, [bell = parts_.bell] { bell->ring(); }).ok()) return;
@@ -215,7 +215,7 @@ void CopyQueue::signal(Lane& lane) {
 // ---------------------------------------------------------------- from the caller
 
 Status CopyQueue::gate(CopyJob& job, Event after) {
-  if (Status taken = take_stream(gates_, StreamPriority::kWaiting); !taken.ok()) return taken;
+  if (Status taken = take_stream(gates_); !taken.ok()) return taken;
   const auto ready = parts_.events.take();
   if (!ready.ok()) return ready.error();
   if (Status waits = parts_.device.wait(gates_, after); !waits.ok()) return waits;

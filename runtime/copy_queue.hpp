@@ -139,7 +139,7 @@ class CopyQueue {
   [[nodiscard]] Status submit_background(const CopyJobRef& job, Event after);
   [[nodiscard]] Status gate(CopyJob& job, Event after);
   [[nodiscard]] Status send_rest(const CopyJobRef& job);
-  [[nodiscard]] Status take_stream(Stream& stream, StreamPriority priority);
+  [[nodiscard]] Status take_stream(Stream& stream);
   void signal(Lane& lane);
   void unhold(const CopyJobRef& job);
   void fail(const CopyJobRef& job, const Error& error);

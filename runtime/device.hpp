@@ -51,10 +51,7 @@ enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2, kPeer = 3 };
 inline constexpr int kDirectionCount = 4;
 [[nodiscard]] const char* name_of(Direction direction);  // "h2d", "d2h", "d2d", "peer"
 
-// kWaiting: for streams that mostly wait for events. A GPU maps streams of one priority onto a few hardware
-// queues, where one that waits holds up those it shares a queue with: between the other two, it holds up
-// neither compute nor copies.
-enum class StreamPriority : std::uint8_t { kNormal, kWaiting, kHigh };
+enum class StreamPriority : std::uint8_t { kNormal, kHigh };
 
 struct Capabilities {
   bool host_addressable = false;  // the host may read and write HBM at its Address
@@ -133,6 +130,7 @@ class Device {
       Stream stream) = 0;  // the host waits; reports an earlier failed operation
   [[nodiscard]] virtual Result<Event> create_event() = 0;  // counts as completed until first recorded
   virtual void destroy_event(Event event) = 0;
+  // Errors: kInvalidArgument (the stream has ended, perhaps just now), what the driver said.
   [[nodiscard]] virtual Status record(Stream stream, Event event) = 0;
   [[nodiscard]] virtual Status wait(Stream stream,
                                     Event event) = 0;         // later work on stream waits; the host does not
@@ -142,10 +140,11 @@ class Device {
   [[nodiscard]] virtual Result<double> seconds_between(Event from, Event to) const = 0;
 
   // --- Work ---
+  // On error part of it may be queued: synchronize the stream before the memory is reused.
   [[nodiscard]] virtual Status copy(Stream stream, Direction direction, Address to, const std::byte* from,
                                     Bytes size) = 0;
   // The pieces in one call, in no order among themselves: small pieces cost less than as copies of their own.
-  // On error some may be queued: synchronize the stream before the memory is reused.
+  // Errors as of copy().
   [[nodiscard]] virtual Status copy_batch(Stream stream, Direction direction,
                                           std::span<const Transfer> pieces) = 0;
   [[nodiscard]] virtual Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) = 0;

@@ -44,10 +44,21 @@ struct RingSpan {
   std::uint64_t stored = 0;
 };
 
+// Whether `peer` has begun this exchange on another path: a grant is given for what goes straight alone, and
+// a message without pieces is no message of a slot.
+TERRACE_RING_BLOCK bool ring_paths_differ(const RingExchange& x, Block& block, std::uint32_t peer) {
+  const std::uint64_t stamp = ring_stamp(x.sequence);
+  const bool announced = ring_reached(block.load(ring_head(x, x.rank, peer)), stamp);
+  const bool slots = x.step == RingStep::kExchange;
+  if (announced) return (ring_header(x, x.rank, peer)->piece != 0) != slots;
+  return slots && block.load(ring_grant(x, x.rank, peer)) == stamp;
+}
+
 TERRACE_RING_BLOCK void ring_give_up(const RingExchange& x, Block& block, const RingAwaited& awaited,
                                      std::uint64_t waited_ns) {
   if (!block.claim(ring_stop_word(x, x.rank))) return;
-  const bool sending = awaited.what == RingWait::kCredit || awaited.what == RingWait::kGrant;
+  const RingWait what = ring_paths_differ(x, block, awaited.peer) ? RingWait::kPath : awaited.what;
+  const bool sending = what == RingWait::kCredit || what == RingWait::kGrant;
   RingStop& stop = x.report->stop;
   stop.peer = awaited.peer;
   stop.sequence = x.sequence;
@@ -55,7 +66,7 @@ TERRACE_RING_BLOCK void ring_give_up(const RingExchange& x, Block& block, const 
   stop.head = sending ? x.sequence : block.load(ring_head(x, x.rank, awaited.peer));
   stop.tail = sending ? block.load(ring_tail(x, x.rank, awaited.peer)) : x.released;
   stop.waited_ns = waited_ns;
-  block.store(&stop.what, static_cast<std::uint64_t>(awaited.what));
+  block.store(&stop.what, static_cast<std::uint64_t>(what));
 }
 
 // One thread's wait. False: too late, or somebody else of this rank has given up.
@@ -72,6 +83,16 @@ TERRACE_RING_BLOCK bool ring_poll(const RingExchange& x, Block& block, const Rin
     block.pause();
   }
   return true;
+}
+
+// One thread's wait for the message of `sender`. False also where that took another path.
+TERRACE_RING_BLOCK bool ring_poll_message(const RingExchange& x, Block& block, std::uint32_t sender) {
+  const RingAwaited message{RingWait::kMessage, sender, 0, ring_head(x, x.rank, sender),
+                            ring_stamp(x.sequence)};
+  if (!ring_poll(x, block, message)) return false;
+  if (!ring_paths_differ(x, block, sender)) return true;
+  ring_give_up(x, block, message, 0);
+  return false;
 }
 
 // The whole block's: what the awaited word stands for is seen by all its threads.
@@ -132,8 +153,9 @@ TERRACE_RING_INLINE RingSpan ring_incoming(const RingExchange& x, std::uint32_t 
 
 TERRACE_RING_BLOCK bool ring_wait_announced(const RingExchange& x, Block& block, std::uint32_t sender) {
   if (sender == x.rank) return true;
-  return ring_wait(x, block,
-                   {RingWait::kMessage, sender, 0, ring_head(x, x.rank, sender), ring_stamp(x.sequence)});
+  bool there = true;
+  if (block.thread() == 0) there = ring_poll_message(x, block, sender);
+  return block.agree(there);
 }
 
 // One thread writes the header, and then the head that makes it valid.
@@ -276,10 +298,7 @@ TERRACE_RING_BLOCK void ring_open_own(const RingExchange& x, Block& block) {
 // Waits until the bytes of all are in place, and counts them received.
 TERRACE_RING_BLOCK void ring_await_closed(const RingExchange& x, Block& block) {
   for (std::uint32_t peer = block.thread(); peer < x.layout.ranks; peer += block.threads()) {
-    if (peer != x.rank &&
-        !ring_poll(x, block,
-                   {RingWait::kMessage, peer, 0, ring_head(x, x.rank, peer), ring_stamp(x.sequence)}))
-      return;
+    if (peer != x.rank && !ring_poll_message(x, block, peer)) return;
     if (x.receive_bytes != nullptr) x.receive_bytes[peer] = x.equal_bytes;
     if (peer != x.rank) block.store(ring_tail(x, peer, x.rank), ring_stamp(x.sequence));
   }

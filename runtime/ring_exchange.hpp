@@ -11,7 +11,12 @@
 // A message is announced by its header and the head before its bytes: so counts travel in band, ahead of the
 // data, and the host never learns them. Every wait is for a word to reach a value; nobody waits for a message
 // of the same exchange in order to send, so blocks that run one after another, senders first, never lock up.
-// (Straight into receive buffers a sender waits for the grant, which the first block of every rank gives.)
+// A channel has 2 slots at least. A packed receive places its part by the headers of the senders before it,
+// and what keeps such a header is that sender's credit alone, which another block may have given back
+// already: with one slot the next message's header could lie over it. With two that is the next but one,
+// which a sender begins once it has received all of the exchange between, and this rank sends that after this
+// exchange. (Straight into receive buffers a sender waits for the grant, which the first block of every rank
+// gives.)
 #pragma once
 
 #include <cstddef>
@@ -69,7 +74,7 @@ TERRACE_RING_INLINE std::uint64_t ring_piece_bytes(std::uint64_t message, std::u
   return piece < least ? least : piece;
 }
 TERRACE_RING_INLINE std::uint64_t ring_piece_count(std::uint64_t message, std::uint64_t piece) {
-  return message == 0 ? 0 : (message + piece - 1) / piece;
+  return message == 0 || piece == 0 ? 0 : (message + piece - 1) / piece;
 }
 
 // Bytes of a part that each of `blocks` blocks copies in one go.
@@ -89,7 +94,7 @@ struct alignas(64) RingHeader {
 
 struct RingLayout {
   std::uint32_t ranks = 0;
-  std::uint32_t slots = 0;       // of each channel; a power of two
+  std::uint32_t slots = 0;       // of each channel; a power of two, 2 at least
   std::uint64_t slot_bytes = 0;  // a multiple of kRingSlotAlignment
 };
 
@@ -119,22 +124,15 @@ enum class RingStep : std::uint32_t {
   kDirect,    // equal parts, written straight into receive buffers: open, send, and close in one step
 };
 
-// How a GPU's block moves what is aligned to 16 bytes. Other devices have one way.
-enum class RingCopy : std::uint32_t {
-  kVector,  // loads and stores of all its threads
-  kBulk,    // from kRingBulkStage on by one thread, asynchronously through shared memory, as the TMA does
-};
-inline constexpr std::uint32_t kRingBulkStage = 16U << 10;  // bytes of one bulk copy
-inline constexpr std::uint32_t kRingBulkStages = 4;         // of a block, in shared memory
-
 // Blocks of one exchange. All of them are resident at once where the device has room (exchange_blocks()).
 struct RingShape {
   std::uint32_t senders = 0;    // for each peer
-  std::uint32_t receivers = 0;  // for each peer; in place one block a peer waits
+  std::uint32_t receivers = 0;  // for each peer; in place one block a peer waits, direct one for all
   std::uint32_t copiers = 0;    // of the rank's own part
 };
 
-enum class RingWait : std::uint64_t { kNone, kCredit, kMessage, kPiece, kGrant };
+// kPath: waiting is no use, for the peer takes another path (through slots, or straight) in this exchange.
+enum class RingWait : std::uint64_t { kNone, kCredit, kMessage, kPiece, kGrant, kPath };
 
 // The first wait that ran out of time; `what` is written last.
 struct RingStop {
@@ -165,7 +163,6 @@ struct RingExchange {
   std::uint32_t rank = 0;
   RingLayout layout;
   RingShape shape;
-  RingCopy copy = RingCopy::kVector;
   std::uint64_t sequence = 0;
   std::uint64_t released = 0;  // messages this rank has given back before this step; for the diagnosis
   std::byte* base[kRingMostRanks] = {};  // every rank's ring memory, as this device reaches it

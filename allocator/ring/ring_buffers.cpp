@@ -14,8 +14,8 @@ Status check_options(std::size_t ranks, const RingOptions& options) {
   if (ranks < 2 || ranks > kRingMostRanks) {
     return refuse(std::to_string(ranks) + " ranks; a ring joins 2 to " + std::to_string(kRingMostRanks));
   }
-  if (!std::has_single_bit(options.slots)) {
-    return refuse(std::to_string(options.slots) + " slots; use a power of two, such as 8");
+  if (options.slots < 2 || !std::has_single_bit(options.slots)) {
+    return refuse(std::to_string(options.slots) + " slots; use a power of two from 2 on, such as 8");
   }
   if (options.slot_bytes == 0_B || options.slot_bytes.count() % kRingSlotAlignment != 0) {
     return refuse("slots of " + format_bytes(options.slot_bytes) + "; use a multiple of " +

@@ -135,7 +135,12 @@ std::string describe(const RingStop& stop, std::uint32_t rank, std::uint32_t slo
   const bool sending = what == RingWait::kCredit || what == RingWait::kGrant;
   std::string text = "rank " + std::to_string(rank) + " waits for rank " + std::to_string(peer) + ": " +
                      place_of(sending ? rank : peer, sending ? peer : rank, stop.sequence, slots) +
-                     ", head " + std::to_string(stop.head) + ", tail " + std::to_string(stop.tail) + ": no ";
+                     ", head " + std::to_string(stop.head) + ", tail " + std::to_string(stop.tail) + ": ";
+  if (what == RingWait::kPath) {
+    return text + "the ranks took different paths; give the same size and path on every rank, after " +
+           "register_receive() on all or on none";
+  }
+  text += "no ";
   switch (what) {
     case RingWait::kCredit:
       text += "slot is given back";
@@ -149,6 +154,7 @@ std::string describe(const RingStop& stop, std::uint32_t rank, std::uint32_t slo
     case RingWait::kGrant:
       text += "open receive buffer";
       break;
+    case RingWait::kPath:
     case RingWait::kNone:
       text += "reason known";
       break;

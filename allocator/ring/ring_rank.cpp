@@ -15,10 +15,8 @@ static_assert(sizeof(RingReport) <= kPage);
 
 // Of a device that does nothing else, all peers together: senders enough to fill the links, as many
 // receivers, so that the last piece of every sender is copied at once, and few for the rank's own part, whose
-// copy takes memory from the others and need not end before them. In bulk a processor does best with one
-// sender; by vectors it does without some.
-constexpr RingShape kBulkShape{.senders = 132, .receivers = 108, .copiers = 24};
-constexpr RingShape kVectorShape{.senders = 96, .receivers = 96, .copiers = 32};
+// copy takes memory from the others and need not end before them.
+constexpr RingShape kFullShape{.senders = 96, .receivers = 96, .copiers = 32};
 
 // The device may be writing it: another processor's words, so atomic.
 std::uint64_t read(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
@@ -57,12 +55,11 @@ Status RingRank::choose_shape() {
   const std::uint32_t peers = layout_.ranks - 1;
   const auto total = [&] { return peers * (shape_.senders + shape_.receivers) + shape_.copiers; };
   if (options_.shape.senders == 0) {
-    const RingShape& full = options_.copy == RingCopy::kBulk ? kBulkShape : kVectorShape;
     for (std::uint32_t part = 1;; part *= 2) {
-      shape_ = {.senders = std::max(full.senders / peers / part, 1U),
-                .receivers = std::max(full.receivers / peers / part, 1U),
-                .copiers = std::max(full.copiers / part, 1U)};
-      if (total() <= *blocks || part > full.senders) break;
+      shape_ = {.senders = std::max(kFullShape.senders / peers / part, 1U),
+                .receivers = std::max(kFullShape.receivers / peers / part, 1U),
+                .copiers = std::max(kFullShape.copiers / part, 1U)};
+      if (total() <= *blocks || part > kFullShape.senders) break;
     }
   }
   if (total() <= *blocks) return {};
@@ -128,7 +125,6 @@ RingExchange RingRank::prepare(RingStep step) const {
   exchange.rank = rank_;
   exchange.layout = layout_;
   exchange.shape = shape_;
-  exchange.copy = options_.copy;
   exchange.sequence = window_.next();
   exchange.released = window_.released();
   std::copy(base_.begin(), base_.end(), exchange.base);
@@ -208,10 +204,7 @@ Status RingRank::exchange_equal(Stream stream, const RingEqualParts& parts) {
   if (window_.held() > 0) return refuse(rank_, "exchanges in place are held; release them first");
   const bool direct = direct_possible(parts);
   RingPath path = parts.path;
-  if (path == RingPath::kBySize) {
-    const bool engines = parts.each >= options_.copy_engines_from;
-    path = !direct ? RingPath::kSlots : engines ? RingPath::kCopyEngines : RingPath::kDirect;
-  }
+  if (path == RingPath::kFastest) path = direct ? RingPath::kDirect : RingPath::kSlots;
   if (path == RingPath::kSlots) return exchange_slots(stream, parts);
   if (!direct) {
     return refuse(rank_, "exchange straight into receive buffers: every rank registers one of " +
@@ -264,9 +257,11 @@ Status RingRank::exchange_by_engines(Stream stream, const RingEqualParts& parts)
   if (done.ok()) done = device_.exchange(stream, exchange);
   if (done.ok()) {
     window_.pass();
-  } else {
-    failed_ = done;
+    return {};
   }
+  failed_ = done;
+  // The caller may free its buffers, and nothing has made `stream` wait for the side copy.
+  for (const Stream used : {*side_, stream}) (void)device_.synchronize(used);
   return done;
 }
 

@@ -21,12 +21,10 @@
 namespace terrace {
 
 struct RingOptions {
-  std::uint32_t slots = 8;                         // of each channel, a power of two: exchanges in flight
-  Bytes slot_bytes = Bytes(64ULL << 20);           // the most that one rank ever has for another
+  std::uint32_t slots = 8;                // of each channel, a power of two, 2 at least: exchanges in flight
+  Bytes slot_bytes = Bytes(64ULL << 20);  // the most that one rank ever has for another
   Nanoseconds timeout = std::chrono::seconds(10);  // of every wait on the device
   RingShape shape{};                               // all zero: chosen from the device
-  RingCopy copy = RingCopy::kBulk;                 // where the device can; else by vectors
-  Bytes copy_engines_from = Bytes(64ULL << 20);    // part size from which RingPath::kBySize takes them
 };
 
 // What a rank sends: its parts for rank 0, 1, ... next to each other, and how many bytes each has.
@@ -42,13 +40,11 @@ struct RingRoom {
   std::uint64_t* counts = nullptr;  // device memory, one a rank, written by the exchange; null: not wanted
 };
 
-// The same on every rank. By size: kDirect, or kCopyEngines for long parts, where all receive into registered
-// buffers, and kSlots where nobody does.
 enum class RingPath : std::uint8_t {
-  kBySize,
+  kFastest,      // kDirect where all ranks have registered buffers for it, kSlots where not
   kSlots,        // by the kernel, through the slots
-  kDirect,       // by the kernel, straight into the receive buffers
-  kCopyEngines,  // straight into the receive buffers, and no processor is busy
+  kDirect,       // by the kernel, straight into the receive buffers: the fastest at every size
+  kCopyEngines,  // straight into the receive buffers, slower, and no processor is busy
 };
 
 // An exchange of parts that all have one size, which the host knows: what ncclAlltoAll does.
@@ -56,7 +52,7 @@ struct RingEqualParts {
   const std::byte* send = nullptr;  // ranks * each
   Address receive = nullptr;        // ranks * each
   Bytes each;
-  RingPath path = RingPath::kBySize;
+  RingPath path = RingPath::kFastest;
 };
 
 // An exchange in place: its parts lie in their slots until it is released.
@@ -87,10 +83,15 @@ class RingRank {
   [[nodiscard]] Status release(Stream stream, RingTicket ticket);
 
   // Names the buffer that peers may write into: on this rank's device, mapped for its peers as device memory
-  // is. On every rank, before an exchange straight into it.
+  // is. On every rank, before any rank queues an exchange of equal parts: the path depends on all of them.
   void register_receive(Address data, Bytes size);
-  // Errors: as exchange(); kInvalidArgument (a part is larger than a slot and may not go another way; a
-  // receive buffer is not registered).
+  // Every rank gives the same size and path, and each receives into its registered buffer, or none does;
+  // ranks that go through slots and ranks that go straight wait in vain, and check() says that they differ.
+  // By copy engines what is queued behind an opening that timed out still runs: after a time-out, parts of a
+  // peer's registered buffer may be written, at any time until this rank's stream has come to rest. Errors:
+  // as exchange(); kInvalidArgument (a part is larger than a slot and may not go another way; a receive
+  // buffer is not registered). A copy or launch that cannot be queued after others were ends the ring, and
+  // the call returns once those have run.
   [[nodiscard]] Status exchange_equal(Stream stream, const RingEqualParts& parts);
 
   // What the device has found so far; a look at host memory. After a time-out always that: the ring has

@@ -132,7 +132,10 @@ Result<Slab*> PeerTier::Impl::slab_for(Bytes span, Pool pool) {
                              " do not fit: " + format_bytes(usage.live) + " of the budget of " +
                              format_bytes(usage.budget) + " are in use");
   }
-  return create_slab(std::min(room, std::max(least, round_up(options.slab, peer.info().granularity))));
+  const Bytes ahead = std::min(room, std::max(least, round_up(options.slab, peer.info().granularity)));
+  auto slab = create_slab(ahead);
+  if (slab || ahead == least || slab.error().code != Errc::kOutOfMemory) return slab;
+  return create_slab(least);  // others hold the rest of the peer's memory
 }
 
 Result<Slab*> PeerTier::Impl::create_slab(Bytes size) {

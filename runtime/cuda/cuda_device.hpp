@@ -98,11 +98,7 @@ class CudaDevice final : public Device {
   };
   struct PriorityRange {
     int normal = 0;
-    int high = 0;  // a lesser number; a GPU with these two alone has none between
-    [[nodiscard]] int of(StreamPriority priority) const {
-      if (priority == StreamPriority::kNormal) return normal;
-      return priority == StreamPriority::kHigh ? high : high + (normal - high) / 2;
-    }
+    int high = 0;
   };
 
   CudaDevice(const Driver& driver, CUdevice device, CUcontext context, DeviceId id);
@@ -157,8 +153,7 @@ class CudaDevice final : public Device {
   struct RingKernel {
     CUmodule module = nullptr;
     CUfunction function = nullptr;
-    std::uint32_t blocks = 0;     // resident at once
-    unsigned int bulk_bytes = 0;  // of shared memory, for a block that copies in bulk; 0: it cannot
+    std::uint32_t blocks = 0;  // resident at once
   };
   [[nodiscard]] Result<RingKernel> ring_kernel();
   [[nodiscard]] Result<RingKernel> load_ring_kernel() const;

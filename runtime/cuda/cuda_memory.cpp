@@ -129,8 +129,15 @@ Status CudaDevice::map_all(Address at, std::span<const Physical> pieces, Bytes e
   }
   if (status.ok()) status = open_access(at, {.size = whole, .host_node = std::nullopt});
   if (!status.ok()) {
-    if (mapped > 0) {
-      (void)in_context([&] { return driver_.cuMemUnmap(pointer_of(at), (each * mapped).count()); });
+    for (std::size_t i = 0; i < mapped; ++i) {
+      Status undone = call("cuMemUnmap", each, [&] {
+        return driver_.cuMemUnmap(pointer_of(at + i * each.count()), each.count());
+      });
+      if (undone.ok()) continue;
+      // Half of it is mapped and stays so: nothing on this device can be relied on any more.
+      Error lost = undone.error();
+      lost.code = Errc::kDeviceLost;
+      return lost;
     }
     return status;
   }

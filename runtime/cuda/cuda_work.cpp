@@ -55,7 +55,7 @@ CUevent CudaDevice::event_of(Event event) const {
 Result<Stream> CudaDevice::create_stream(StreamPriority priority) {
   if (auto fault = device_fault(FaultPoint::kDeviceCreateStream)) return *std::move(fault);
   CudaStream stream{.handle = nullptr, .host_failure = std::make_shared<HostFailure>()};
-  const int level = priorities_.of(priority);
+  const int level = priority == StreamPriority::kHigh ? priorities_.high : priorities_.normal;
   const Status created = call("cuStreamCreateWithPriority", {}, [&] {
     return driver_.cuStreamCreateWithPriority(&stream.handle, CU_STREAM_NON_BLOCKING, level);
   });
@@ -97,9 +97,10 @@ void CudaDevice::destroy_event(Event event) {
 
 Status CudaDevice::record(Stream stream, Event event) {
   if (auto fault = device_fault(FaultPoint::kDeviceRecord)) return *std::move(fault);
-  const CUstream queue = stream_of(stream).handle;
+  const std::optional<CudaStream> queue = streams_.find(stream.id);
+  if (!queue) return invalid("record on a stream that has ended", {});
   const CUevent mark = event_of(event);
-  return call("cuEventRecord", {}, [&] { return driver_.cuEventRecord(mark, queue); });
+  return call("cuEventRecord", {}, [&] { return driver_.cuEventRecord(mark, queue->handle); });
 }
 
 Status CudaDevice::wait(Stream stream, Event event) {
@@ -116,8 +117,12 @@ Status CudaDevice::synchronize(Event event) {
 
 bool CudaDevice::completed(Event event) const {
   const CUevent mark = event_of(event);
-  // A lost device completes nothing more: whoever polls must go on, to the call that says so.
-  return in_context([&] { return driver_.cuEventQuery(mark); }) != CUDA_ERROR_NOT_READY;
+  const CUresult answer = in_context([&] { return driver_.cuEventQuery(mark); });
+  if (answer == CUDA_SUCCESS) return true;
+  // A lost device completes nothing more: whoever polls must go on, to the call that says so. Other refusals,
+  // a capture on another thread among them, say nothing of the event.
+  const Status asked = check(driver_, answer, {.call = "cuEventQuery", .size = {}, .device = info_.id});
+  return asked.error().code == Errc::kDeviceLost;
 }
 
 Result<double> CudaDevice::seconds_between(Event from, Event to) const {

@@ -12,8 +12,6 @@ extern const unsigned char ring_exchange_image[];
 namespace {
 
 constexpr int kThreads = 512;  // as kernels/ring_exchange.cu is compiled for
-constexpr unsigned int kBulkBytes = kRingBulkStage * kRingBulkStages;
-constexpr int kFirstWithBulk = 9;  // major compute capability
 // What every device takes as a kernel's arguments.
 static_assert(sizeof(RingExchange) <= 4096);
 
@@ -26,27 +24,13 @@ Result<CudaDevice::RingKernel> CudaDevice::load_ring_kernel() const {
   if (!done.ok()) return done.error();
   int per_processor = 0;
   int processors = 0;
-  int major = 0;
   done = call("cuModuleGetFunction", {}, [&] {
     return driver_.cuModuleGetFunction(&kernel.function, kernel.module, "terrace_ring_exchange");
   });
   if (done.ok()) {
-    done = call("cuDeviceGetAttribute", {}, [&] {
-      return driver_.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device_);
-    });
-  }
-  if (done.ok() && major >= kFirstWithBulk) {
-    kernel.bulk_bytes = kBulkBytes;
-    done = call("cuFuncSetAttribute", {}, [&] {
-      return driver_.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                        static_cast<int>(kBulkBytes));
-    });
-  }
-  if (done.ok()) {
-    // With the shared memory of bulk copies: without it no fewer run.
     done = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", {}, [&] {
       return driver_.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel.function, kThreads,
-                                                                 kernel.bulk_bytes);
+                                                                 0);
     });
   }
   if (done.ok()) {
@@ -90,8 +74,6 @@ Status CudaDevice::exchange(Stream stream, const RingExchange& exchange) {
                    {});
   }
   RingExchange argument = exchange;
-  if (kernel->bulk_bytes == 0) argument.copy = RingCopy::kVector;
-  const unsigned int shared = argument.copy == RingCopy::kBulk ? kernel->bulk_bytes : 0;
   if (exchange.report != nullptr) {
     CUdeviceptr report = 0;
     Status found = call("cuMemHostGetDevicePointer", {},
@@ -101,7 +83,7 @@ Status CudaDevice::exchange(Stream stream, const RingExchange& exchange) {
   }
   void* arguments[] = {&argument};
   return call("cuLaunchKernel", {}, [&] {
-    return driver_.cuLaunchKernel(kernel->function, blocks, 1, 1, kThreads, 1, 1, shared, queue, arguments,
+    return driver_.cuLaunchKernel(kernel->function, blocks, 1, 1, kThreads, 1, 1, 0, queue, arguments,
                                   nullptr);
   });
 }

@@ -134,7 +134,9 @@ void EmulatedDevice::destroy_event(Event event) {
 
 Status EmulatedDevice::record(Stream stream, Event event) {
   if (auto fault = device_fault(FaultPoint::kDeviceRecord)) return *std::move(fault);
-  const StreamPtr queue = stream_of(stream);
+  const std::optional<StreamPtr> found = streams_.find(stream.id);
+  if (!found) return invalid("record on a stream that has ended");
+  const StreamPtr& queue = *found;
   const EventPtr state = event_of(event);
   auto recording = std::make_shared<Recording>();
   // Queued before anyone can wait for it, and in the order in which the event names its recordings.

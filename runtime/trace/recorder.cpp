@@ -175,6 +175,9 @@ bool recording_is_asked_for() noexcept {
 void describe_recording(Layer layer, std::string_view device_kind) noexcept {
   if (!recording()) return;
   const std::lock_guard lock(the_recorder.mutex);
+  // Before whoever describes itself watches for forks: its lock, which it holds when it tells of a block, is
+  // then taken before this one.
+  if (!the_recorder.process_watched && recording_is_asked_for()) watch_process();
   the_recorder.layer = layer;
   the_recorder.device_kind = {};
   device_kind.copy(the_recorder.device_kind.data(), kMostNameBytes);

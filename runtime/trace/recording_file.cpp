@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -81,9 +82,18 @@ RecordingFile::Outcome RecordingFile::write(std::span<const std::byte> bytes) no
     return Outcome::kFailed;
   }
   struct stat now {};
-  if (fstat(fd_, &now) == 0 && now.st_nlink == 0) {
+  const bool known = fstat(fd_, &now) == 0;
+  if (known && now.st_nlink == 0) {
     close();
     return Outcome::kTaken;
+  }
+  // A write beyond the limit would be answered with a signal that ends the guest.
+  rlimit most{};
+  if (known && getrlimit(RLIMIT_FSIZE, &most) == 0 &&
+      most.rlim_cur < static_cast<rlim_t>(now.st_size) + bytes.size()) {
+    close();
+    errno = EFBIG;
+    return Outcome::kFailed;
   }
   while (!bytes.empty()) {
     if (fault_point(FaultPoint::kFileWrite)) {

@@ -106,14 +106,12 @@ TEST_P(RingAmong, InPlaceThePartsLieInTheirSlots) {
 }
 
 TEST_P(RingAmong, EqualPartsGoThroughSlotsOrStraightByKernelOrCopyEngines) {
-  RingOptions options = small_ring();
-  options.copy_engines_from = 64_KiB;
-  expect_ok(world_.make_ring(options));
+  expect_ok(world_.make_ring(small_ring()));
   for (std::uint32_t rank = 0; rank < world_.ranks(); ++rank)
     world_.ring(rank).register_receive(world_.receive(rank).data(), world_.receive(rank).size());
   std::uint64_t round = 0;
   for (const RingPath path :
-       {RingPath::kSlots, RingPath::kDirect, RingPath::kCopyEngines, RingPath::kBySize}) {
+       {RingPath::kSlots, RingPath::kDirect, RingPath::kCopyEngines, RingPath::kFastest}) {
     // The last is larger than a slot: only what does not pass through slots may be.
     for (const Bytes each : {16_KiB, 128_KiB, 200_KiB}) {
       if (path == RingPath::kSlots && each > 128_KiB) continue;
@@ -310,6 +308,53 @@ TEST_F(RingOfTwo, ACopyThatCannotBeQueuedEndsTheRing) {
   EXPECT_FALSE(world_.ring(0).check().ok());
 }
 
+// The own part's copy is queued beside the stream, behind what holds that up, when the peer's copy fails.
+TEST_F(RingOfTwo, WhatRanBesideAFailedCopyHasEndedWhenTheCallReturns) {
+  RingOptions options = small_ring();
+  options.timeout = std::chrono::milliseconds(20);
+  expect_ok(world_.make_ring(options));
+  for (std::uint32_t rank = 0; rank < 2; ++rank)
+    world_.ring(rank).register_receive(world_.receive(rank).data(), world_.receive(rank).size());
+  world_.fill_equal(1024, 1);
+  const std::vector<std::byte> nothing(1024);
+  world_.receive(0).write(nothing.data(), nothing.size());
+  expect_ok(world_.device(0).launch_host(
+      world_.stream(0), [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }));
+  {
+    const ScopedFaults faults(fail_call(FaultPoint::kDeviceCopy, 2));
+    const Status failed =
+        world_.ring(0).exchange_equal(world_.stream(0), {.send = world_.send(0).data(),
+                                                         .receive = world_.receive(0).data(),
+                                                         .each = 1_KiB,
+                                                         .path = RingPath::kCopyEngines});
+    EXPECT_EQ(failed.error().code, Errc::kIo);
+  }
+  const Address own = world_.receive(0).data();  // host memory here: read with no stream in between
+  world_.expect_part({own, own + 1024}, 0, 0);
+}
+
+TEST_F(RingOfTwo, RanksThatTookDifferentPathsAreToldSo) {
+  RingOptions options = small_ring();
+  options.timeout = std::chrono::milliseconds(500);
+  expect_ok(world_.make_ring(options));
+  for (std::uint32_t rank = 0; rank < 2; ++rank)
+    world_.ring(rank).register_receive(world_.receive(rank).data(), world_.receive(rank).size());
+  world_.fill_equal(1024, 1);
+  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+    expect_ok(world_.ring(rank).exchange_equal(world_.stream(rank),
+                                               {.send = world_.send(rank).data(),
+                                                .receive = world_.receive(rank).data(),
+                                                .each = 1_KiB,
+                                                .path = rank == 0 ? RingPath::kSlots : RingPath::kFastest}));
+  }
+  synchronize();
+  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+    const Status told = world_.ring(rank).check();
+    ASSERT_FALSE(told.ok()) << "rank " << rank;
+    EXPECT_THAT(told.error().text, HasSubstr("the ranks took different paths")) << "rank " << rank;
+  }
+}
+
 TEST_F(RingOfTwo, WhatGoesStraightAsksForRegisteredBuffers) {
   expect_ok(world_.make_ring(small_ring()));
   for (const RingPath path : {RingPath::kDirect, RingPath::kCopyEngines}) {
@@ -335,6 +380,8 @@ TEST_F(RingOfTwo, BadOptionsAreRefusedWithWhatWouldDo) {
   };
   EXPECT_THAT(refusal([](RingOptions& o) { o.slots = 6; }), HasSubstr("power of two"));
   EXPECT_THAT(refusal([](RingOptions& o) { o.slots = 0; }), HasSubstr("power of two"));
+  EXPECT_THAT(refusal([](RingOptions& o) { o.slots = 1; }),
+              HasSubstr("1 slots; use a power of two from 2 on"));
   EXPECT_THAT(refusal([](RingOptions& o) { o.slot_bytes = 1000_B; }), HasSubstr("multiple of 512 B"));
   EXPECT_THAT(refusal([](RingOptions& o) { o.slot_bytes = 0_B; }), HasSubstr("multiple of 512 B"));
   EXPECT_THAT(refusal([](RingOptions& o) { o.timeout = {}; }), HasSubstr("time-out"));

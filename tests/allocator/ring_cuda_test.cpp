@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <tuple>
 #include <vector>
 
 #include "allocator/ring/ring_buffers.hpp"
@@ -15,11 +14,11 @@ namespace {
 
 using testing::HasSubstr;
 
-// By parameter: how many devices two ranks live on, and how their blocks copy.
-class CudaRing : public testing::TestWithParam<std::tuple<int, RingCopy>> {
+// By parameter: how many devices two ranks live on.
+class CudaRing : public testing::TestWithParam<int> {
  protected:
   void SetUp() override {
-    const int devices = std::get<int>(GetParam());
+    const int devices = GetParam();
     for (int index = 0; index < devices; ++index) {
       auto opened = open_cuda_device(DeviceId{.index = index});
       if (!opened.ok()) GTEST_SKIP() << "needs " << devices << " CUDA devices: " << opened.error().text;
@@ -39,7 +38,6 @@ class CudaRing : public testing::TestWithParam<std::tuple<int, RingCopy>> {
     options.slot_bytes = 512_KiB;
     options.timeout = std::chrono::seconds(20);
     options.shape = {.senders = 4, .receivers = 3, .copiers = 2};
-    options.copy = std::get<RingCopy>(GetParam());
     return options;
   }
   void exchange_both() {
@@ -50,9 +48,7 @@ class CudaRing : public testing::TestWithParam<std::tuple<int, RingCopy>> {
   std::vector<std::unique_ptr<Device>> devices_;
   std::unique_ptr<RingWorld> world_;
 };
-INSTANTIATE_TEST_SUITE_P(Devices, CudaRing,
-                         testing::Combine(testing::Values(1, 2),
-                                          testing::Values(RingCopy::kVector, RingCopy::kBulk)));
+INSTANTIATE_TEST_SUITE_P(Devices, CudaRing, testing::Values(1, 2));
 
 TEST_P(CudaRing, EveryPartArrivesWhateverTheCounts) {
   expect_ok(world_->make_ring(small_ring()));

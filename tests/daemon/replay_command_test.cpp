@@ -183,7 +183,7 @@ TEST_F(ReplayCommand, TracesForKeepingAreCompressedAndCutAtAnEvent) {
 }
 
 TEST_F(ReplayCommand, RunSaysWhenNothingWasRecorded) {
-  const std::string file = folder_.write("old.trace", "what an earlier run left");
+  const std::string file = folder_.write("old.trace", "\x89TRACE\r\nof an earlier run");
   ChildProcess run(record(file, {"sh", "-c", "exit 5"}), plain());
   EXPECT_EQ(run.wait(), 5);
   EXPECT_THAT(run.err(), HasSubstr("nothing was recorded in " + file));
@@ -199,6 +199,7 @@ TEST_F(ReplayCommand, RunRefusesATargetBeforeAnythingStarts) {
       {folder_.path().string(), "no plain file"},
       {"/dev/null", "no plain file"},
       {held, "a running process is recording into it"},
+      {folder_.write("train.py", "import torch"), "it is no trace, and would be overwritten"},
   };
   for (const auto& [file, expected] : refused) {
     ChildProcess run(record(file, {"echo", "started"}), plain());
@@ -206,6 +207,19 @@ TEST_F(ReplayCommand, RunRefusesATargetBeforeAnythingStarts) {
     EXPECT_EQ(run.out(), "");
     EXPECT_THAT(run.err(), HasSubstr("--record " + file + ": " + expected));
   }
+  EXPECT_EQ(test::text_of(folder_.file("train.py")), "import torch");
+}
+
+TEST_F(ReplayCommand, APoolsBlocksAreRecordedWithTheirPurpose) {
+  const std::string file = folder_.file("pool.trace");
+  ChildProcess run(record(file, {program("quickstart")}), plain());
+  ASSERT_EQ(run.wait(), 0) << run.err();
+  ChildProcess command(replay(file, {"--json"}), plain());
+  ASSERT_EQ(command.wait(), 0) << command.err();
+  const auto json = nlohmann::json::parse(command.out());
+  EXPECT_EQ(json["recorded"]["layer"], "pool");
+  EXPECT_GT(json["recorded"]["allocations"], 0);
+  EXPECT_EQ(json["recorded"]["allocations"], json["recorded"]["frees"]);
 }
 
 }  // namespace

@@ -212,6 +212,7 @@ TEST(RingPieces, CoverEveryMessageInFewEnoughPieces) {
   }
   EXPECT_GE(ring_piece_count(4 << 20, ring_piece_bytes(4 << 20, 32)), 64U) << "two pieces a block";
   EXPECT_EQ(ring_piece_count(0, 0), 0U);
+  EXPECT_EQ(ring_piece_count(4096, 0), 0U) << "nothing goes through the slot";
 }
 
 class RingBlocks : public testing::TestWithParam<std::uint32_t> {};
@@ -430,13 +431,38 @@ TEST(RingBlocks, DirectNothingIsWrittenBeforeTheBufferIsOpen) {
   EXPECT_EQ(*ring_head(x, 1, 0), 0U) << "nor announced";
 }
 
+// Rank 0 sends through the slots while rank 1 waits for an open buffer: in every order both find out.
+TEST(RingBlocks, RanksOnDifferentPathsSaySo) {
+  const auto kPath = static_cast<std::uint64_t>(RingWait::kPath);
+  for (const bool waits_for_grant : {false, true}) {
+    std::mt19937_64 random(3);
+    Ranks ranks({.ranks = 2, .slots = 2, .slot_bytes = 32 << 10},
+                {.senders = 1, .receivers = 1, .copiers = 1});
+    for (std::uint32_t rank = 0; rank < 2; ++rank) ranks.fill_equal(rank, 4096);
+    RingExchange slots = ranks.step_of(0, RingStep::kExchange);
+    RingExchange direct = ranks.step_of(1, RingStep::kDirect);
+    direct.equal_bytes = 4096;
+    for (std::uint32_t rank = 0; rank < 2; ++rank) direct.direct[rank] = ranks.at(rank).receive.data();
+    slots.timeout_ns = direct.timeout_ns = 2'000'000;
+    HostBlock block;
+    ring_run(slots, block, 0);  // the sender
+    if (!waits_for_grant) direct.timeout_ns = 60 * kSecond;
+    if (!waits_for_grant) ring_open_own(direct, block);
+    ring_run(direct, block, waits_for_grant ? 0 : ring_block_count(direct) - 1);
+    EXPECT_EQ(ranks.at(1).report->stop.what, kPath);
+    ring_run(slots, block, ring_block_count(slots) - 1);  // the receiver
+    EXPECT_EQ(ranks.at(0).report->stop.what, kPath);
+    EXPECT_EQ(ranks.at(0).report->stop.peer, 1U);
+  }
+}
+
 TEST(EmulatedExchange, RunsOnTheStreamAndFailsAsTold) {
   auto device = std::move(open_emulated_device({.capacity = 1_MiB})).value();
   const Stream stream = *device->create_stream(StreamPriority::kNormal);
   EXPECT_TRUE(device->exchange(stream, RingExchange{}).ok());
   RingExchange large;
   large.step = RingStep::kExchange;
-  large.layout = {.ranks = 64, .slots = 1, .slot_bytes = 512};
+  large.layout = {.ranks = 64, .slots = 2, .slot_bytes = 512};
   large.shape = {.senders = 1000, .receivers = 1, .copiers = 1};
   EXPECT_EQ(device->exchange(stream, large).error().code, Errc::kInvalidArgument);
   {
