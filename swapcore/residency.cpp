@@ -52,8 +52,8 @@ ResidencyStore::~ResidencyStore() {
 
 BlockRef ResidencyStore::wrap(const Block& block) {
   return {new Block(block), [&pool = parts_.hbm, stream = parts_.compute](const Block* held) {
-            // Refused in a child of fork(), where the memory is the parent's. The compute stream has its place among
-            // those the pool orders by from its first block on.
+            // Refused in a child of fork(), where the memory is the parent's. The compute stream has its
+            // place among those the pool orders by from its first block on.
             (void)pool.free(stream, *held);
             delete held;
           }};

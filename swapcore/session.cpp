@@ -97,8 +97,8 @@ Status Session::Impl::open_pools() {
 
 BlockRef Session::Impl::wrap(const Block& block) {
   return {new Block(block), [pool = hbm.get(), stream = compute](const Block* held) {
-            // Refused in a child of fork(), where the memory is the parent's. The compute stream has its place among
-            // those the pool orders by from its first block on.
+            // Refused in a child of fork(), where the memory is the parent's. The compute stream has its
+            // place among those the pool orders by from its first block on.
             (void)pool->free(stream, *held);
             delete held;
           }};

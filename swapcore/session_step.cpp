@@ -245,8 +245,8 @@ Status Session::Impl::measure_link() {
       const bool out = direction == Direction::kD2H;
       const Transfer transfer{out ? far->address : near->address, out ? near->address : far->address,
                               kProbeSize};
-      auto copy =
-          copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch}, {&transfer, 1});
+      auto copy = copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch},
+                                 {&transfer, 1});
       status = copy ? copy->synchronize() : Status(copy.error());
       if (!status) break;
       const auto seconds = copies->seconds(*copy);

@@ -1,7 +1,7 @@
 /* How another allocator is measured beside ours: a shared object that exports terrace_allocator_plugin().
  *
- * `terrace replay --allocator FILE.so` and the allocator benchmark load it. Calls may come from several threads at
- * once, except open and close. Sizes are bytes. Nothing here may throw. */
+ * `terrace replay --allocator FILE.so` and the allocator benchmark load it. Calls may come from several
+ * threads at once, except open and close. Sizes are bytes. Nothing here may throw. */
 #ifndef TERRACE_ALLOCATOR_PLUGIN_H
 #define TERRACE_ALLOCATOR_PLUGIN_H
 
@@ -16,8 +16,8 @@ extern "C" {
 struct terrace_allocator_plugin {
   unsigned abi;     /* TERRACE_ALLOCATOR_PLUGIN_ABI */
   const char* name; /* "pytorch", "rmm_pool": the system's name in reports */
-  /* An allocator for device number `device` (-1: host memory) that may hold `budget_bytes`; null on failure, with
-   * the reason in `error`. */
+  /* An allocator for device number `device` (-1: host memory) that may hold `budget_bytes`; null on failure,
+   * with the reason in `error`. */
   void* (*open)(int device, size_t budget_bytes, char* error, size_t error_size);
   void (*close)(void* self);
   /* A stream of the allocator's device, owned by it until close; null is a valid stream. */
