@@ -106,7 +106,10 @@ class Model {
     const auto produced = device_.create_event();
     if (!produced.ok()) return;
     const bool filled = device_.fill(compute_, at(index, other(slot.direction)), slot.value, kSlot).ok();
-    if (filled && device_.record(compute_, *produced).ok()) {
+    const bool recorded = filled && device_.record(compute_, *produced).ok();
+    // Without its event nobody waits for the fill, and the slot is used again.
+    if (filled && !recorded) (void)device_.synchronize(compute_);
+    if (recorded) {
       CopyEngine::Request request{
           .direction = slot.direction,
           .after = *produced,
