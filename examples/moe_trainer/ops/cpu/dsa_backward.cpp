@@ -167,9 +167,9 @@ void reduce_over_keys(const DsaBackward& op, const Layout& layout, std::int64_t 
 
 void zero_key_gradients(const DsaBackward& op) {
   const std::int64_t tokens = op.shape.batch * op.shape.length;
-  std::fill_n(op.d_k, tokens * op.shape.key_width, 0.0F);
-  std::fill_n(op.d_v, tokens * op.shape.value_width, 0.0F);
-  if (wants_index(op)) std::fill_n(op.d_index_k, tokens * op.shape.index_width, 0.0F);
+  std::fill_n(op.d_k.f32(), tokens * op.shape.key_width, 0.0F);
+  std::fill_n(op.d_v.f32(), tokens * op.shape.value_width, 0.0F);
+  if (wants_index(op)) std::fill_n(op.d_index_k.f32(), tokens * op.shape.index_width, 0.0F);
 }
 
 }  // namespace

@@ -139,8 +139,8 @@ KdaHeadGradients kda_head_gradients(OpCall& call, const KdaBackward& op) {
   const KdaShape& shape = op.shape;
   const bool one_to_one = shape.key_heads == shape.value_heads;
   const std::int64_t count = shape.batch * shape.length * shape.value_heads * shape.key_width;
-  return {.d_q = one_to_one ? op.d_q : call.scratch<float>(count),
-          .d_k = one_to_one ? op.d_k : call.scratch<float>(count),
+  return {.d_q = one_to_one ? op.d_q.f32() : call.scratch<float>(count),
+          .d_k = one_to_one ? op.d_k.f32() : call.scratch<float>(count),
           .d_g = op.d_gate,
           .d_beta = op.d_beta};
 }
