@@ -8,7 +8,6 @@
 #include <array>
 #include <cerrno>
 #include <condition_variable>
-#include <csignal>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -20,6 +19,7 @@
 #include "runtime/assert.hpp"
 #include "runtime/fault.hpp"
 #include "runtime/pin_step.hpp"
+#include "runtime/thread_signals.hpp"
 
 namespace terrace {
 namespace {
@@ -80,22 +80,6 @@ Status touch(Range range, FirstTouch how) {
                        " of host memory (first touch): " + std::strerror(error),
                .bytes = range.size};
 }
-
-// Threads of ours take no signal of the process's.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_{};
-};
 
 // A request: on other processors the work is slower, not wrong.
 void keep_to(const std::vector<int>& cpus) {

@@ -28,6 +28,11 @@ elseif(TERRACE_SANITIZER STREQUAL "thread")
   add_link_options(-fsanitize=thread)
 endif()
 
+option(TERRACE_PARANOID "Checks that walk whole structures (the debug preset has them)" OFF)
+if(TERRACE_PARANOID)
+  add_compile_definitions(TERRACE_PARANOID_CHECKS)
+endif()
+
 add_compile_options($<$<COMPILE_LANGUAGE:C,CXX>:-Wall> $<$<COMPILE_LANGUAGE:C,CXX>:-Wextra>
                     $<$<COMPILE_LANGUAGE:C,CXX>:-Werror>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include <pthread.h>
-#include <signal.h>
 
 #include "runtime/assert.hpp"
 #include "runtime/copy_queue.hpp"
+#include "runtime/thread_signals.hpp"
 
 namespace terrace {
 
@@ -62,15 +62,6 @@ struct CopyEngine::Impl {
 };
 
 namespace {
-// The process's signals are for its own threads. Faults stay open: they belong to whoever caused them.
-void leave_signals_to_others() {
-  sigset_t blocked;
-  sigfillset(&blocked);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF})
-    sigdelset(&blocked, fault);
-  pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
-}
-
 void tell(std::vector<CopyQueue::Ended> ended) {
   for (CopyQueue::Ended& each : ended) {
     const auto on_done = std::exchange(each.job->on_done, nullptr);

@@ -1,6 +1,7 @@
 #include "runtime/copy_queue.hpp"
 
 #include <algorithm>
+#include <system_error>
 
 #include "runtime/assert.hpp"
 #include "runtime/metrics.hpp"
@@ -30,13 +31,11 @@ void Bell::wait(const std::stop_token& stop, std::optional<Nanoseconds> until) {
 }
 
 CopyQueue::~CopyQueue() {
-  // Lanes first: nothing waits for what a signal or a gate waits for.
-  for (const Lane& lane : lanes_) {
+  for (Lane& lane : lanes_) {
+    lane.watch.reset();
     if (lane.stream != Stream{}) parts_.device.destroy_stream(lane.stream);
   }
-  for (const Stream stream : {lanes_[0].signals, lanes_[1].signals, gates_}) {
-    if (stream != Stream{}) parts_.device.destroy_stream(stream);
-  }
+  if (gates_ != Stream{}) parts_.device.destroy_stream(gates_);
 }
 
 Status CopyQueue::take_stream(Stream& stream) {
@@ -72,7 +71,8 @@ void CopyQueue::retire(LaneId lane_id) {
   Lane& lane = lanes_[lane_id];
   const Chunk chunk = std::move(lane.in_flight.front());
   lane.in_flight.pop_front();
-  if (lane.signalled > 0) --lane.signalled;
+  if (lane.watched > 0) --lane.watched;
+  if (lane.begin_watched > 0) --lane.begin_watched;
   lane.bytes -= chunk.size;
   CopyJob& job = *chunk.job;
   --job.in_flight;
@@ -91,10 +91,7 @@ void CopyQueue::retire(LaneId lane_id) {
 // A stream keeps its failure until asked for it. Nothing is in flight, so nothing is waited for; but what is
 // held back may have its place among the gates.
 void CopyQueue::renew_streams() {
-  for (const Lane& lane : lanes_) {
-    (void)parts_.device.synchronize(lane.stream);
-    if (lane.signals != Stream{}) (void)parts_.device.synchronize(lane.signals);
-  }
+  for (const Lane& lane : lanes_) (void)parts_.device.synchronize(lane.stream);
   const bool gated =
       std::any_of(held_.begin(), held_.end(), [](const auto& job) { return job->ready != nullptr; });
   if (!gated && gates_ != Stream{}) (void)parts_.device.synchronize(gates_);
@@ -127,7 +124,8 @@ void CopyQueue::fail(const CopyJobRef& job, const Error& error) {
 
 // Between wait and signal: begun, the pieces, arrived. What an error leaves queued is in flight, as what
 // is whole is.
-Status CopyQueue::queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces, Bytes size) {
+Status CopyQueue::queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces, Bytes size,
+                        const EventPool::Held& ready) {
   Lane& lane = lanes_[lane_id];
   Device& device = parts_.device;
   const auto begun = parts_.events.take();
@@ -141,7 +139,7 @@ Status CopyQueue::queue(LaneId lane_id, const CopyJobRef& job, std::span<const T
     (void)device.synchronize(lane.stream);
     return copied.ok() ? recorded : copied;
   }
-  lane.in_flight.push_back({job, size, *begun, *arrived});
+  lane.in_flight.push_back({job, size, ready, *begun, *arrived});
   lane.bytes += size;
   ++job->in_flight;
   job->last[lane_id] = *arrived;
@@ -171,7 +169,7 @@ Status CopyQueue::send(LaneId lane_id, const CopyJobRef& job, Bytes most, const 
   const std::vector<Transfer> pieces = next_pieces(*job, most);
   Status sent;
   if (behind != nullptr) sent = parts_.device.wait(lanes_[lane_id].stream, *behind);
-  if (sent.ok()) sent = queue(lane_id, job, pieces, size);
+  if (sent.ok()) sent = queue(lane_id, job, pieces, size, behind != nullptr ? behind : job->ready);
   if (!sent.ok()) {
     fail(job, sent.error());
     report_if_over(job);
@@ -193,23 +191,52 @@ bool CopyQueue::room_for(const CopyJob& job) const {
   return lane.bytes + size <= parts_.options.window && lane.in_flight.size() < kMostChunks;
 }
 
-void CopyQueue::dispatch() {
-  while (!held_.empty() && !failed_ && room_for(*held_.front()) && cap_.open(now())) {
-    const CopyJobRef job = held_.front();
-    if (!send(kBackgroundLane, job, parts_.options.chunk, job->ready).ok()) continue;  // its ticket says so
-    if (!job->held && job->on_done != nullptr) signal(lanes_[kBackgroundLane]);
+// The first of the urgent copies that has not begun: those behind it wait for it.
+bool CopyQueue::urgent_waits() const {
+  for (const Chunk& chunk : lanes_[kUrgentLane].in_flight) {
+    if (parts_.device.completed(*chunk.begun)) continue;
+    return chunk.ready == nullptr || parts_.device.completed(*chunk.ready);
   }
-  if (!held_.empty()) signal(lanes_[kBackgroundLane]);
+  return false;
 }
 
-// Everything in flight there will ring the bell, on a stream of its own: a host function in the lane would
-// stop the link until it had run. Where the device refuses, looking again finds out later.
-void CopyQueue::signal(Lane& lane) {
-  if (lane.signalled == lane.in_flight.size() || !take_stream(lane.signals).ok()) return;
-  for (; lane.signalled < lane.in_flight.size(); ++lane.signalled) {
-    if (!parts_.device.wait(lane.signals, *lane.in_flight[lane.signalled].arrived).ok()) return;
-    if (!parts_.device.launch_host(lane.signals, [bell = parts_.bell] { bell->ring(); }).ok()) return;
+void CopyQueue::dispatch() {
+  while (!held_.empty() && !failed_ && room_for(*held_.front()) && cap_.open(now())) {
+    if (urgent_waits()) break;
+    const CopyJobRef job = held_.front();
+    if (!send(kBackgroundLane, job, parts_.options.chunk, job->ready).ok()) continue;  // its ticket says so
+    if (!job->held && job->on_done != nullptr) watch(lanes_[kBackgroundLane]);
   }
+  if (held_.empty()) return;
+  watch(lanes_[kBackgroundLane]);
+  watch_begin(lanes_[kUrgentLane]);
+}
+
+// Everything in flight there will ring the bell. Where there is no thread for it, looking again finds out
+// later.
+EventWatch* CopyQueue::watch_of(Lane& lane) {
+  if (lane.watch == nullptr) {
+    try {
+      lane.watch = std::make_unique<EventWatch>(parts_.device, [bell = parts_.bell] { bell->ring(); });
+    } catch (const std::system_error&) {
+      return nullptr;
+    }
+  }
+  return lane.watch.get();
+}
+
+void CopyQueue::watch(Lane& lane) {
+  if (lane.watched == lane.in_flight.size()) return;
+  EventWatch* const watch = watch_of(lane);
+  for (; watch != nullptr && lane.watched < lane.in_flight.size(); ++lane.watched)
+    watch->add(lane.in_flight[lane.watched].arrived);
+}
+
+void CopyQueue::watch_begin(Lane& lane) {
+  if (lane.begin_watched == lane.in_flight.size()) return;
+  EventWatch* const watch = watch_of(lane);
+  for (; watch != nullptr && lane.begin_watched < lane.in_flight.size(); ++lane.begin_watched)
+    watch->add(lane.in_flight[lane.begin_watched].begun);
 }
 
 // ---------------------------------------------------------------- from the caller
@@ -227,7 +254,7 @@ Status CopyQueue::gate(CopyJob& job, Event after) {
 Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
   held_bytes_ += job->rest;
   const bool first = held_.empty();
-  const bool at_once = first && !failed_ && room_for(*job) && cap_.open(now());
+  const bool at_once = first && !failed_ && room_for(*job) && cap_.open(now()) && !urgent_waits();
   if (after != Event{}) {
     Status behind = at_once ? parts_.device.wait(lanes_[kBackgroundLane].stream, after) : gate(*job, after);
     if (!behind.ok()) return behind;
@@ -248,8 +275,11 @@ Status CopyQueue::submit(const CopyJobRef& job, Event after) {
     sent = submit_background(job, after);
   } else {
     if (after != Event{}) sent = parts_.device.wait(lanes_[kUrgentLane].stream, after);
+    // In the lane it waits for `after` itself; this one says when it could start.
+    if (sent.ok() && after != Event{} && !parts_.device.completed(after)) sent = gate(*job, after);
     if (sent.ok()) sent = send(kUrgentLane, job, job->rest, nullptr);
-    if (sent.ok() && job->on_done != nullptr) signal(lanes_[kUrgentLane]);
+    if (sent.ok() && !held_.empty()) watch_begin(lanes_[kUrgentLane]);
+    if (sent.ok() && job->on_done != nullptr) watch(lanes_[kUrgentLane]);
   }
   if (sent.ok()) {
     job->given_out = true;
@@ -282,7 +312,7 @@ Status CopyQueue::send_rest(const CopyJobRef& job) {
   const EventPool::Held behind =
       job->last[kBackgroundLane] != nullptr ? job->last[kBackgroundLane] : job->ready;
   Status sent = send(kUrgentLane, job, job->rest, behind);
-  if (sent.ok() && job->on_done != nullptr) signal(lanes_[kUrgentLane]);
+  if (sent.ok() && job->on_done != nullptr) watch(lanes_[kUrgentLane]);
   return sent;
 }
 
@@ -373,7 +403,7 @@ CopyQueue::Turn CopyQueue::take_turn() {
   dispatch();
   Turn turn{.ended = with_status(ended_), .look_at = {}};
   if (!held_.empty() || awaited_ > 0) turn.look_at = now() + parts_.options.look_again;
-  if (!held_.empty() && !failed_ && room_for(*held_.front()))
+  if (!held_.empty() && !failed_ && room_for(*held_.front()) && !urgent_waits())
     turn.look_at = std::min(*turn.look_at, cap_.opens_at(now()));
   return turn;
 }

@@ -4,6 +4,9 @@
 //   submit, background  --> held back --(dispatch)--> background lane: at most a window of bytes
 //                               +------(promote)----> urgent lane
 //
+// A copy engine stays with a stream for as long as that has copies queued. So an urgent copy passes by making
+// room: while one could start and has not, nothing more goes out in the background.
+//
 // Every public call but close() may come from any thread. Whoever finds room dispatches: the submitter where
 // nothing is ahead, else the engine's thread, which a Bell wakes when a chunk has completed. Nothing here
 // waits on the host, but for a failed submit() (for what it had started), synchronize() and close().
@@ -27,6 +30,7 @@
 #include "runtime/copy_cap.hpp"
 #include "runtime/copy_engine.hpp"
 #include "runtime/copy_events.hpp"
+#include "runtime/event_watch.hpp"
 
 namespace terrace {
 
@@ -116,14 +120,16 @@ class CopyQueue {
   struct Chunk {
     CopyJobRef job;
     Bytes size;
+    EventPool::Held ready;  // completed once it may start; null: it might at once
     EventPool::Held begun, arrived;
   };
   struct Lane {
     Stream stream;
-    Stream signals;  // waits for chunks and rings the bell; taken when first needed
+    std::unique_ptr<EventWatch> watch;  // of chunks whose completion somebody needs; made when first needed
     std::deque<Chunk> in_flight;
-    std::size_t signalled = 0;  // that many of them, from the front, will ring
-    Bytes bytes;                // in flight
+    std::size_t watched = 0;        // that many of them, from the front
+    std::size_t begin_watched = 0;  // the same of those whose beginning somebody needs
+    Bytes bytes;                    // in flight
   };
 
   // All of these: the lock is held.
@@ -132,15 +138,18 @@ class CopyQueue {
   void renew_streams();
   void dispatch();
   [[nodiscard]] bool room_for(const CopyJob& job) const;
+  [[nodiscard]] bool urgent_waits() const;
   [[nodiscard]] std::vector<Transfer> next_pieces(CopyJob& job, Bytes most) const;
   [[nodiscard]] Status send(LaneId lane_id, const CopyJobRef& job, Bytes most, const EventPool::Held& behind);
   [[nodiscard]] Status queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces,
-                             Bytes size);
+                             Bytes size, const EventPool::Held& ready);
   [[nodiscard]] Status submit_background(const CopyJobRef& job, Event after);
   [[nodiscard]] Status gate(CopyJob& job, Event after);
   [[nodiscard]] Status send_rest(const CopyJobRef& job);
   [[nodiscard]] Status take_stream(Stream& stream);
-  void signal(Lane& lane);
+  [[nodiscard]] EventWatch* watch_of(Lane& lane);
+  void watch(Lane& lane);
+  void watch_begin(Lane& lane);
   void unhold(const CopyJobRef& job);
   void fail(const CopyJobRef& job, const Error& error);
   void report_if_over(const CopyJobRef& job);

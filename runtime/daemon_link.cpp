@@ -18,6 +18,7 @@
 
 #include "runtime/metrics.hpp"
 #include "runtime/shared_page.hpp"
+#include "runtime/thread_signals.hpp"
 #include "runtime/wire.hpp"
 
 namespace terrace {
@@ -49,22 +50,6 @@ const char* environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
 }
-
-// Blocks every signal in the threads started while it lives: a guest's handlers run on the guest's threads.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 struct Question {
   LeaseRequest request;

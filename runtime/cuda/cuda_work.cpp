@@ -83,8 +83,9 @@ Status CudaDevice::synchronize(Stream stream) {
 Result<Event> CudaDevice::create_event() {
   if (auto fault = device_fault(FaultPoint::kDeviceCreateEvent)) return *std::move(fault);
   CUevent event = nullptr;
+  // Blocking: a host thread that waits for it sleeps, and spins no core away.
   const Status created =
-      call("cuEventCreate", {}, [&] { return driver_.cuEventCreate(&event, CU_EVENT_DEFAULT); });
+      call("cuEventCreate", {}, [&] { return driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC); });
   if (!created.ok()) return created.error();
   return Event{.id = events_.insert(event)};
 }

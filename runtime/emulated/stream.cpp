@@ -1,11 +1,12 @@
 #include "runtime/emulated/stream.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
 #include <exception>
+
+#include "runtime/thread_signals.hpp"
 
 namespace terrace::emulated {
 
@@ -32,16 +33,6 @@ namespace {
 constexpr std::chrono::milliseconds kMostLag{5};
 
 Time now() { return std::chrono::steady_clock::now(); }
-
-// The process's signals are for its own threads. Faults stay open: they belong to whoever caused them.
-void leave_signals_to_others() {
-  sigset_t blocked;
-  sigfillset(&blocked);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF}) {
-    sigdelset(&blocked, fault);
-  }
-  pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
-}
 
 }  // namespace
 

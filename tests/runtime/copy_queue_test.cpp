@@ -77,6 +77,20 @@ TEST_F(CopyQueueTest, ALargeBackgroundCopyGoesOutAWindowAtATime) {
             (8 * kBlock).count());
 }
 
+// A window that is topped up only once it is empty costs the link a gap each time.
+TEST_F(CopyQueueTest, EachChunkThatArrivesMakesRoomForTheNext) {
+  counting_->hold_copies();
+  const auto ticket = submit(background(), down(0, 8));
+  const Stream lane = counting_->batches()[0].stream;
+  for (std::size_t arrived = 1; arrived <= 6; ++arrived) {
+    counting_->let(lane, 1);
+    while (counting_->batches().size() < 2 + arrived) std::this_thread::yield();
+  }
+  EXPECT_GE(counting_->watched(), 6);
+  counting_->let_all();
+  EXPECT_TRUE(ticket.synchronize().ok());
+}
+
 TEST_F(CopyQueueTest, SmallPiecesAreGatheredAndLargeOnesCut) {
   counting_->hold_copies();
   fill(hbm(0), 6, 4);
@@ -107,7 +121,7 @@ TEST_F(CopyQueueTest, WithNothingHeldBackTheEnginesThreadSleeps) {
     auto ticket = submit(i % 2 == 0 ? background() : urgent(), down(i));
     ASSERT_TRUE(ticket.synchronize().ok());
   }
-  EXPECT_EQ(counting_->host_launches(), 0) << "no signal is asked for that nobody needs";
+  EXPECT_EQ(counting_->watched(), 0) << "no chunk is watched that nobody needs to know of";
   EXPECT_EQ(device_->live_streams(), 1 + 4) << "compute, and a lane a class and direction";
 }
 
@@ -136,6 +150,44 @@ TEST_F(CopyQueueTest, AnUrgentCopyPassesWhatIsHeldBack) {
   counting_->let(behind, 8);
   finished.get_future().wait();
   EXPECT_EQ(order, (std::vector<std::string>{"urgent", "background"}));
+}
+
+// A copy engine stays with a stream that always has more: what waits for it must see the background run dry.
+TEST_F(CopyQueueTest, NothingGoesOutInTheBackgroundWhileAnUrgentCopyCouldStart) {
+  counting_->hold_copies();
+  const auto spilled = submit(background(), down(0, 8));
+  const Stream behind = counting_->batches().back().stream;
+  const auto first = submit(urgent(), down(8));
+  const Stream lane = counting_->batches().back().stream;
+  const auto second = submit(urgent(), down(9));  // could start, but for the first
+  ASSERT_EQ(counting_->batches().size(), 4U);
+  counting_->let(behind, 2);
+  while (counting_->most_under_way(behind) == 0_B || counting_->under_way(behind) > 0_B)
+    std::this_thread::yield();
+  EXPECT_FALSE(spilled.done());  // looks, and finds two chunks arrived
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(counting_->batches().size(), 4U) << "there is room, but not for this";
+  counting_->let(lane, 1);  // the first arrives, the second begins
+  while (counting_->batches().size() < 6) std::this_thread::yield();
+  counting_->let_all();
+  EXPECT_TRUE(second.synchronize().ok());
+  EXPECT_TRUE(spilled.synchronize().ok());
+}
+
+TEST_F(CopyQueueTest, AnUrgentCopyThatMayNotStartHoldsUpNobody) {
+  Gate gate(*device_, compute_);
+  const auto later = submit(urgent(gate.event()), down(8));
+  std::promise<void> finished;
+  CopyEngine::Request request = background();
+  request.on_done = [&](const Status& status) {
+    EXPECT_TRUE(status.ok());
+    finished.set_value();
+  };
+  const auto spilled = submit(request, down(0, 8));
+  finished.get_future().wait();
+  EXPECT_FALSE(later.done());
+  gate.open();
+  EXPECT_TRUE(later.synchronize().ok());
 }
 
 TEST_F(CopyQueueTest, ABackgroundCopyThatMayNotStartHoldsUpNobodyUrgent) {
