@@ -116,7 +116,7 @@ Status Bench::set_up(Bytes chunk) {
   auto ddr = DdrPool::create(device_, {.budget = 2 * each_way_ + 512_MiB});
   if (!ddr) return std::move(ddr).error();
   ddr_ = std::move(ddr).value();
-  auto engine = CopyEngine::create(device_, {.chunk = chunk, .window = 4 * chunk});
+  auto engine = CopyEngine::create(device_, {.chunk = chunk, .window = 2 * chunk});
   if (!engine) return std::move(engine).error();
   engine_ = std::move(engine).value();
   const auto compute = device_.create_stream(StreamPriority::kNormal);

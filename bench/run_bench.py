@@ -3,7 +3,8 @@
 
 A benchmark is bench/NAME.py or the program bench_NAME of the build. It takes --device D and --build DIR and prints
 one JSON object a line: bench, case, system ("terrace", or the peer measured beside it), metric, value, unit, and
-floor (the physical limit, or null). Anything else it has to say goes to stderr.
+floor (the physical limit, or null). Anything else it has to say goes to stderr. Options that are not known here are
+the benchmark's. With --peers bench/peers/NAME.py runs after it, under the same rules, and adds the peers' rows.
 """
 
 import argparse
@@ -80,8 +81,7 @@ def losses_against(old_rows, new_rows):
             yield f"{'/'.join(key(old))}: {old['value']:g} before, {new['value']:g} now: {100 * loss:.1f}% lost"
 
 
-def measure(options):
-    command = command_of(options.name, options.build) + ["--device", options.device, "--build", str(options.build)]
+def rows_of(command, options):
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         for line in child.stdout:
@@ -90,6 +90,18 @@ def measure(options):
                 print(json.dumps(rows[-1]), flush=True)
     if child.returncode != 0:
         raise BenchError(f"{options.name} failed with exit code {child.returncode}")
+    return rows
+
+
+def measure(options, more):
+    common = ["--device", options.device, "--build", str(options.build)]
+    commands = [command_of(options.name, options.build) + common + more]
+    if options.peers:
+        script = Path(__file__).resolve().parent / "peers" / f"{options.name}.py"
+        if not script.is_file():
+            raise BenchError(f"{options.name} has no peers of its own to run")
+        commands.append([sys.executable, str(script)] + common + more)
+    rows = [row for command in commands for row in rows_of(command, options)]
     if not rows:
         raise BenchError(f"{options.name} printed no row")
     return rows
@@ -101,10 +113,11 @@ def main(arguments):
     parser.add_argument("--build", required=True, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
     parser.add_argument("--against", metavar="FILE", help="rows kept earlier; a loss of more than 10%% fails")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--peers", action="store_true", help="also what bench/peers/NAME.py measures")
+    options, more = parser.parse_known_args(arguments)
     try:
         old_rows = rows_in(options.against) if options.against else []  # before the long part
-        losses = list(losses_against(old_rows, measure(options)))
+        losses = list(losses_against(old_rows, measure(options, more)))
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

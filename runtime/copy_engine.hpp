@@ -37,7 +37,7 @@ class CopyEngine {
  public:
   struct Options {
     Bytes chunk = 32_MiB;    // of a background copy; its small pieces are gathered up to this
-    Bytes window = 256_MiB;  // background bytes on the device at a time, each direction; at least a chunk
+    Bytes window = 128_MiB;  // background bytes on the device at a time, each direction; at least a chunk
     // Completion wakes the engine. What never reports back (a failed stream, a lost device) is noticed by
     // looking again after this long, while something is held back or has an on_done.
     std::chrono::milliseconds look_again{20};

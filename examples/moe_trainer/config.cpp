@@ -20,6 +20,7 @@
 #include <toml++/toml.h>
 
 #include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/ops/attnres.hpp"
 
 namespace terrace::trainer {
 
@@ -37,13 +38,26 @@ struct Real {
   double* value;
   double least, most;
 };
-struct Choice {
-  Recompute* value;
+struct Choice {  // of an enum of one byte: its values' names, in their order
+  void* value;
+  std::vector<const char*> names;
+
+  [[nodiscard]] std::uint8_t& index() const { return *static_cast<std::uint8_t*>(value); }
+  [[nodiscard]] std::string list() const {
+    std::string text = std::string("\"") + names[0] + "\"";
+    for (std::size_t i = 1; i < names.size(); ++i) {
+      text += (i + 1 < names.size() ? ", \"" : " or \"") + std::string(names[i]) + "\"";
+    }
+    return text;
+  }
+};
+struct Words {
+  std::vector<std::string>* value;
 };
 struct Key {
   const char* table;
   const char* name;
-  std::variant<Integer, Real, Choice> field;
+  std::variant<Integer, Real, Choice, Words> field;
   DecidesNumbers numbers = DecidesNumbers::kYes;
 };
 
@@ -54,6 +68,8 @@ std::vector<Key> keys_of(Config& c) {
       {"model", "hidden", Integer{&c.model.hidden, 1}},
       {"model", "dsa_every", Integer{&c.model.dsa_every, 1}},
       {"model", "norm_eps", Real{&c.model.norm_eps, 0, 1}},
+      {"model", "residual", Choice{&c.model.residual, {"plain", "attnres"}}},
+      {"model", "residual_block", Integer{&c.model.residual_block, 1}},
       {"kda", "heads", Integer{&c.kda.heads, 1}},
       {"kda", "head_width", Integer{&c.kda.head_width, 1}},
       {"kda", "conv_taps", Integer{&c.kda.conv_taps, 1}},
@@ -74,7 +90,11 @@ std::vector<Key> keys_of(Config& c) {
       {"moe", "expert_width", Integer{&c.moe.expert_width, 1}},
       {"moe", "shared_width", Integer{&c.moe.shared_width, 1}},
       {"moe", "scaling", Real{&c.moe.scaling, 0, 1e6}},
+      {"moe", "balance", Choice{&c.moe.balance, {"sign", "quantile"}}},
+      {"moe", "sequence_loss_weight", Real{&c.moe.sequence_loss_weight, 0, 1e3}},
       {"moe", "balance_rate", Real{&c.moe.balance_rate, 0, 1}},
+      {"lora", "rank", Integer{&c.lora.rank, 0}},
+      {"lora", "targets", Words{&c.lora.targets}},
       {"train", "batch", Integer{&c.train.batch, 1}},
       {"train", "length", Integer{&c.train.length, 1}},
       {"train", "micro_batches", Integer{&c.train.micro_batches, 1}},
@@ -88,7 +108,8 @@ std::vector<Key> keys_of(Config& c) {
       {"train", "adam_eps", Real{&c.train.adam_eps, 0, 1}},
       {"train", "weight_decay", Real{&c.train.weight_decay, 0, 10}},
       {"train", "clip_norm", Real{&c.train.clip_norm, 0, 1e9}},
-      {"train", "recompute", Choice{&c.train.recompute}, DecidesNumbers::kNo},
+      {"train", "recompute", Choice{&c.train.recompute, {"none", "full"}}, DecidesNumbers::kNo},
+      {"train", "compute", Choice{&c.train.compute, {"fp32", "bf16"}}},
   };
 }
 
@@ -115,8 +136,9 @@ std::string nearest(std::string_view written, const std::vector<std::string>& kn
 
 class Reader {
  public:
-  Reader(std::string source, Config& config)
-      : source_(std::move(source)), config_(config), keys_(keys_of(config)) {}
+  enum class Sections : std::uint8_t { kAll, kRun };
+  Reader(std::string source, Config& config, Sections sections)
+      : source_(std::move(source)), config_(config), sections_(sections), keys_(keys_of(config)) {}
 
   void read(const toml::table& file) {
     for (const auto& [name, node] : file) read_table(std::string(name.str()), node, name.source());
@@ -135,7 +157,15 @@ class Reader {
       if (tables.empty() || tables.back() != key.table) tables.emplace_back(key.table);
     }
     if (std::find(tables.begin(), tables.end(), table) == tables.end()) {
-      error(at, "unknown section \"" + table + "\"; did you mean [" + nearest(table, tables) + "]?");
+      // A key outside of its section is likelier than a section misspelt that far.
+      const auto key =
+          std::find_if(keys_.begin(), keys_.end(), [&](const Key& k) { return table == k.name; });
+      const std::string meant = key != keys_.end() ? key->table : nearest(table, tables);
+      error(at, "unknown section \"" + table + "\"; did you mean [" + meant + "]?");
+    }
+    if (sections_ == Sections::kRun && table != "train" && table != "lora") {
+      error(at,
+            "[" + table + "]: the model comes from its folder; only [train] and [lora] are read beside it");
     }
     if (!node.is_table()) error(at, table + ": write a section, [" + table + "]");
     for (const auto& [name, value] : *node.as_table()) {
@@ -174,8 +204,21 @@ class Reader {
   }
   void assign(const std::string& name, const Choice& field, const toml::node& value) const {
     const auto text = value.value<std::string>();
-    if (text != "none" && text != "full") error(value.source(), name + R"(: use "none" or "full")");
-    *field.value = *text == "none" ? Recompute::kNone : Recompute::kFull;
+    const auto found = std::find_if(field.names.begin(), field.names.end(),
+                                    [&](const char* known) { return text == known; });
+    if (found == field.names.end()) error(value.source(), name + ": use " + field.list());
+    field.index() = static_cast<std::uint8_t>(found - field.names.begin());
+  }
+
+  void assign(const std::string& name, const Words& field, const toml::node& value) const {
+    const toml::array* list = value.as_array();
+    field.value->clear();
+    for (std::size_t i = 0; list != nullptr && i < list->size(); ++i) {
+      if (const auto word = (*list)[i].value<std::string>()) field.value->push_back(*word);
+    }
+    if (list == nullptr || field.value->size() != list->size()) {
+      error(value.source(), name + ": use a list of names, such as [\"kda.q\", \"moe.fc2\"]");
+    }
   }
 
   // What no key can be blamed for alone; the position is that of the key to change.
@@ -184,7 +227,20 @@ class Reader {
       const auto node = file[table][key];
       return node ? node.node()->source() : toml::source_region{{1, 1}, {1, 1}, nullptr};
     };
+    const ModelConfig& model = config_.model;
+    const std::int64_t blocks = (model.layers + model.residual_block - 1) / model.residual_block;
+    if (model.residual == ResidualKind::kAttnRes && blocks >= kMaxAttnResSources) {
+      error(at("model", "residual_block"), "model.residual_block: makes " + std::to_string(blocks) +
+                                               " blocks of " + std::to_string(model.layers) +
+                                               " layers; at most " + std::to_string(kMaxAttnResSources - 1));
+    }
+    if ((config_.lora.rank > 0) == config_.lora.targets.empty()) {
+      error(at("lora", "rank"), "lora: a rank and targets go together");
+    }
     const MoeConfig& moe = config_.moe;
+    if (moe.balance == Balance::kQuantile && moe.top_k >= moe.experts) {
+      error(at("moe", "balance"), "moe.balance: \"quantile\" needs more experts than moe.top_k");
+    }
     if (moe.top_groups > moe.groups) {
       error(at("moe", "top_groups"), "moe.top_groups: at most moe.groups, " + std::to_string(moe.groups));
     }
@@ -201,12 +257,11 @@ class Reader {
 
   std::string source_;
   Config& config_;
+  Sections sections_;
   std::vector<Key> keys_;
 };
 
-}  // namespace
-
-Config parse_config(std::string_view toml, const std::string& source) {
+Config parse(std::string_view toml, const std::string& source, Reader::Sections sections) {
   const toml::parse_result parsed = toml::parse(toml, source);
   if (!parsed) {
     const toml::parse_error& error = parsed.error();
@@ -215,18 +270,31 @@ Config parse_config(std::string_view toml, const std::string& source) {
               std::string(error.description()));
   }
   Config config;
-  Reader(source, config).read(parsed.table());
+  Reader(source, config, sections).read(parsed.table());
   return config;
 }
 
-Config load_config(const std::string& path) {
+std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   if (!file) {
     bad_input(path + ": cannot read the configuration: " + std::strerror(errno) +
               "; see examples/moe_trainer/configs/ for some that work");
   }
-  return parse_config(text, path);
+  return text;
+}
+
+}  // namespace
+
+Config parse_config(std::string_view toml, const std::string& source) {
+  return parse(toml, source, Reader::Sections::kAll);
+}
+
+Config load_config(const std::string& path) { return parse_config(read_text(path), path); }
+
+RunConfig load_run_config(const std::string& path) {
+  const Config config = parse(read_text(path), path, Reader::Sections::kRun);
+  return {.train = config.train, .lora = config.lora};
 }
 
 std::string canonical_text(const Config& config) {
@@ -239,9 +307,19 @@ std::string canonical_text(const Config& config) {
       std::snprintf(value, sizeof value, "%lld", static_cast<long long>(*integer->value));
     } else if (const auto* real = std::get_if<Real>(&key.field)) {
       std::snprintf(value, sizeof value, "%.17g", *real->value);
+    } else if (const auto* words = std::get_if<Words>(&key.field)) {
+      if (words->value->empty()) continue;
+      text += std::string(key.table) + "." + key.name + " =";
+      for (const std::string& word : *words->value) text += " " + word;
+      text += "\n";
+      continue;
+    } else {
+      const auto& choice = std::get<Choice>(key.field);
+      std::snprintf(value, sizeof value, "%s", choice.names[choice.index()]);
     }
     text += std::string(key.table) + "." + key.name + " = " + value + "\n";
   }
+  if (!config.model.source.empty()) text += "model.source = " + config.model.source + "\n";
   return text;
 }
 

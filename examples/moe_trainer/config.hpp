@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "examples/moe_trainer/ops/moe.hpp"
 
 namespace terrace::trainer {
 
@@ -13,20 +16,40 @@ enum class Recompute : std::uint8_t {
 };
 [[nodiscard]] const char* name_of(Recompute recompute);  // "none", "full"
 
-inline constexpr std::int64_t kVocabulary = 256;  // bytes
+inline constexpr std::int64_t kByteVocabulary = 256;
 
+enum class MixerKind : std::uint8_t { kKda, kDsa, kMla, kGqa };
+enum class FfnKind : std::uint8_t { kLatentMoe, kMoe, kDense };
+struct LayerKind {
+  MixerKind mixer = MixerKind::kKda;
+  FfnKind ffn = FfnKind::kLatentMoe;
+};
+
+enum class ResidualKind : std::uint8_t { kPlain, kAttnRes };  // model/residual.hpp
+enum class Balance : std::uint8_t { kSign, kQuantile };       // of the routers' biases
+
+// A model is either our own, described by a configuration file, or one of a public family, described by its
+// config.json (families/): then `kinds` says what each layer is and `source` holds that description.
 struct ModelConfig {
   std::int64_t layers = 4;
   std::int64_t hidden = 64;
   std::int64_t dsa_every = 4;  // layers dsa_every - 1, 2 dsa_every - 1, ... are DSA, the others KDA
   double norm_eps = 1e-6;
+  ResidualKind residual = ResidualKind::kPlain;
+  std::int64_t residual_block = 4;  // layers in a block of attention residuals
+  std::int64_t vocabulary = kByteVocabulary;
+  GluActivation activation = GluActivation::kSitu;
+  std::int64_t dense_width = 0;       // inner width of dense layers
+  std::vector<LayerKind> kinds = {};  // empty: from dsa_every
+  std::string source = {};            // a family's description, as one line
 };
 struct KdaConfig {
   std::int64_t heads = 2;
   std::int64_t head_width = 32;
   std::int64_t conv_taps = 4;
   std::int64_t gate_rank = 16;
-  double lower_bound = -5;
+  double lower_bound = -5;         // 0: the softplus gate
+  std::int64_t out_gate_rank = 0;  // 0: full rank
 };
 struct DsaConfig {
   std::int64_t heads = 2;
@@ -37,6 +60,27 @@ struct DsaConfig {
   std::int64_t top_k = 32;
   double index_loss_weight = 0.1;  // of the mean over tokens
 };
+// Attention whose keys and values come from a narrow row of each token.
+struct MlaConfig {
+  std::int64_t heads = 0;
+  std::int64_t q_rank = 0;  // 0: queries straight from the layer's input
+  std::int64_t kv_rank = 0;
+  std::int64_t nope_width = 0;  // of a head's key without position, and the part that is rotated
+  std::int64_t rope_width = 0;
+  std::int64_t value_width = 0;
+  double rope_theta = 0;  // 0: nothing is rotated
+  double norm_eps = 1e-6;
+  std::int64_t index_heads = 0;  // 0: dense; else an indexer chooses index_top_k tokens
+  std::int64_t index_width = 0;
+  std::int64_t index_top_k = 0;
+};
+// Grouped-query attention, queries and keys normed by head, then rotated.
+struct GqaConfig {
+  std::int64_t heads = 0;
+  std::int64_t key_heads = 0;
+  std::int64_t head_width = 0;
+  double rope_theta = 1e4;
+};
 struct MoeConfig {
   std::int64_t latent = 32;
   std::int64_t experts = 8;
@@ -46,7 +90,16 @@ struct MoeConfig {
   std::int64_t expert_width = 64;
   std::int64_t shared_width = 64;
   double scaling = 1;
-  double balance_rate = 1e-3;  // how far a router bias moves in a step
+  RouterScore scoring = RouterScore::kSigmoid;
+  Renormalise renormalise = Renormalise::kYes;
+  Balance balance = Balance::kSign;
+  double balance_rate = 1e-3;       // kSign: how far a router bias moves in a step
+  double sequence_loss_weight = 0;  // of each sequence's balance loss, in the mean over sequences
+};
+// Low-rank adapters on a frozen model.
+struct LoraConfig {
+  std::int64_t rank = 0;                  // 0: all of the model is trained
+  std::vector<std::string> targets = {};  // matrices by their name without the layer's: "kda.q", "moe.fc2"
 };
 struct TrainConfig {
   std::int64_t batch = 2;  // sequences in a micro-batch
@@ -63,19 +116,25 @@ struct TrainConfig {
   double weight_decay = 0.1;  // of matrices only
   double clip_norm = 1;       // of all gradients together; 0: off
   Recompute recompute = Recompute::kNone;
+  Dtype compute = Dtype::kF32;  // of activations and of the matrices that multiply them
 };
 
 struct Config {
   ModelConfig model;
   KdaConfig kda;
   DsaConfig dsa;
+  MlaConfig mla;
+  GqaConfig gqa;
   MoeConfig moe;
+  LoraConfig lora;
   TrainConfig train;
 
   [[nodiscard]] std::int64_t tokens() const { return train.batch * train.length; }  // in a micro-batch
   [[nodiscard]] std::int64_t tokens_per_step() const { return tokens() * train.micro_batches; }
-  [[nodiscard]] bool is_dsa(std::int64_t layer) const {
-    return layer % model.dsa_every == model.dsa_every - 1;
+  [[nodiscard]] LayerKind kind(std::int64_t layer) const {
+    if (!model.kinds.empty()) return model.kinds[static_cast<std::size_t>(layer)];
+    const bool sparse = layer % model.dsa_every == model.dsa_every - 1;
+    return {.mixer = sparse ? MixerKind::kDsa : MixerKind::kKda, .ffn = FfnKind::kLatentMoe};
   }
 };
 
@@ -84,6 +143,13 @@ struct Config {
 [[nodiscard]] Config parse_config(std::string_view toml, const std::string& source);
 // The same from a file; a file that cannot be read is a Failure too.
 [[nodiscard]] Config load_config(const std::string& path);
+// What a file may say beside a model that comes from a folder.
+struct RunConfig {
+  TrainConfig train;
+  LoraConfig lora;
+};
+// [train] and [lora] of a file: another section is an error.
+[[nodiscard]] RunConfig load_run_config(const std::string& path);
 
 // Every key that decides the numbers of a run (not how long it is, nor how activations are kept), one
 // `table.key = value` a line, in a fixed order.

@@ -51,14 +51,20 @@ Bytes estimated_need(const Config& config) {
   const std::int64_t kda = config.kda.heads * config.kda.head_width;
   const std::int64_t dsa = config.dsa.heads * (config.dsa.key_width + config.dsa.value_width) +
                            config.dsa.index_heads * config.dsa.index_width + config.dsa.top_k;
-  const std::int64_t inner = std::max(kda, dsa);
+  const MlaConfig& mla = config.mla;
+  const std::int64_t attention =
+      mla.heads * (2 * mla.kv_rank + mla.nope_width + mla.rope_width + mla.value_width) +
+      3 * config.gqa.heads * config.gqa.head_width;
+  const std::int64_t inner = std::max({kda, dsa, attention});
   const MoeConfig& moe = config.moe;
-  const std::int64_t weights_per_layer =
-      hidden * (7 * inner + 3 * moe.shared_width + 2 * moe.latent + moe.experts) +
-      3 * moe.experts * moe.latent * moe.expert_width;
-  const std::int64_t weights = config.model.layers * weights_per_layer + 2 * kVocabulary * hidden;
-  const std::int64_t kept_per_token = 5 * hidden + 11 * inner + 4 * moe.latent + 4 * moe.shared_width +
-                                      moe.top_k * (3 * moe.latent + 4 * moe.expert_width);
+  const bool latent_moe = config.model.kinds.empty();
+  const std::int64_t latent = latent_moe ? moe.latent : hidden;
+  const std::int64_t plain_width = std::max(moe.shared_width, config.model.dense_width);
+  const std::int64_t weights_per_layer = hidden * (7 * inner + 3 * plain_width + 2 * latent + moe.experts) +
+                                         3 * moe.experts * latent * moe.expert_width;
+  const std::int64_t weights = config.model.layers * weights_per_layer + 2 * config.model.vocabulary * hidden;
+  const std::int64_t kept_per_token = 5 * hidden + 11 * inner + 4 * latent + 4 * plain_width +
+                                      moe.top_k * (3 * latent + 4 * moe.expert_width);
   const std::int64_t activations = config.tokens() * (config.model.layers + 2) * kept_per_token;
   constexpr std::int64_t kWeightCopies = 4;  // weight, gradient, two moments
   const auto floats = static_cast<std::uint64_t>(kWeightCopies * weights + 2 * activations);

@@ -9,12 +9,15 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "examples/moe_trainer/checkpoint.hpp"
 #include "examples/moe_trainer/device_choice.hpp"
 #include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/families/model_folder.hpp"
+#include "examples/moe_trainer/families/parity.hpp"
 #include "examples/moe_trainer/report.hpp"
 #include "examples/moe_trainer/settings.hpp"
 #include "examples/moe_trainer/stop_signal.hpp"
@@ -69,6 +72,7 @@ void run_steps(Trainer& trainer, const Settings& settings, RunRecord& record) {
     }
   }
   if (!settings.checkpoint.empty() && saved_at != trainer.steps_done()) trainer.save(settings.checkpoint);
+  if (!settings.export_to.empty()) trainer.export_model(settings.export_to);
 }
 
 // A folder that is not there, or not ours to write to, is found before hours of training and not after.
@@ -90,11 +94,35 @@ void print_summary(const Trainer& trainer, const RunRecord& record, const Sessio
       record.ms_per_step(), record.tokens_per_second(), format_bytes(session.hbm_usage().mapped_peak).c_str(),
       format_bytes(session.hbm_usage().budget).c_str());
   if (!settings.checkpoint.empty()) std::printf("saved to %s\n", settings.checkpoint.c_str());
+  if (!settings.export_to.empty()) std::printf("model written to %s\n", settings.export_to.c_str());
+}
+
+int run_parity(const Settings& settings) {
+  const Parity parity = Parity::open(settings.model);
+  const auto device = open_training_device(settings, parity.config());
+  const ComputeStream compute(*device);
+  const auto session = open_session(*device, settings, compute.get());
+  const ParityReport report = parity.run(*session);
+  if (settings.json_to_stdout) {
+    std::printf("%s\n", json_text(report, device->info().kind).c_str());
+  } else {
+    const TensorError worst = report.worst_gradient();
+    std::printf(
+        "%s on %s: loss %.7f (reference %.7f, error %.1e), logits %.1e, gradients at most %.1e (%s): %s\n",
+        report.model_type.c_str(), device->info().name.c_str(), report.loss, report.reference_loss,
+        report.loss_error, report.logits_error, worst.error, worst.name.c_str(),
+        report.passed() ? "the same" : "not the same");
+  }
+  return static_cast<int>(report.passed() ? ExitCode::kFinished : ExitCode::kFailed);
 }
 
 // All that can be wrong with the input is found before the device is touched.
 int run(const Settings& settings) {
-  Trainer::Options options{.config = config_of(settings), .seed = settings.seed.value_or(1)};
+  std::optional<ModelFolder> folder;
+  if (!settings.model.empty()) folder = ModelFolder::open(settings.model);
+  Trainer::Options options{.config = config_of(settings, folder ? &folder->family().config : nullptr),
+                           .seed = settings.seed.value_or(1),
+                           .model = folder ? &*folder : nullptr};
   (void)policy_of(settings);
   check_writable(settings.checkpoint);
   check_writable(settings.json);
@@ -131,7 +159,9 @@ int main_of_program(int argc, char** argv) {
   try {
     watch_stop_signals();
     const ParsedSettings parsed = parse_command_line(argc, argv);
-    return parsed.settings ? run(*parsed.settings) : parsed.exit_code;
+    if (!parsed.settings) return parsed.exit_code;
+    return parsed.settings->command == Command::kParity ? run_parity(*parsed.settings)
+                                                        : run(*parsed.settings);
   } catch (const Failure& failure) {
     std::fprintf(stderr, "moe_trainer: %s\n", failure.what());
     return static_cast<int>(failure.exit_code());

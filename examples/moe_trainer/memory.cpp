@@ -14,9 +14,9 @@ constexpr Bytes kPage = 4_KiB;
 
 BlockRef Memory::block(Bytes size, Pool pool) { return require(session_.allocate(size, pool)); }
 
-Tensor Memory::tensor(std::int64_t rows, std::int64_t width, Pool pool) {
-  const auto size = Bytes(static_cast<std::uint64_t>(rows * width) * sizeof(float));
-  return Tensor::over(block(size, pool), rows, width);
+Tensor Memory::tensor(std::int64_t rows, std::int64_t width, Pool pool, Dtype dtype) {
+  const Tensor shape{.block = nullptr, .at = nullptr, .rows = rows, .width = width, .dtype = dtype};
+  return Tensor::over(block(shape.bytes(), pool), rows, width, dtype);
 }
 
 Tensor Memory::zeros(std::int64_t rows, std::int64_t width, Pool pool) {

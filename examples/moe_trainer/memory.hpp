@@ -17,7 +17,8 @@ class Memory : public ScratchSource {
 
   // Uninitialised. Throws OutOfMemory.
   [[nodiscard]] BlockRef block(Bytes size, Pool pool);
-  [[nodiscard]] Tensor tensor(std::int64_t rows, std::int64_t width, Pool pool = Pool::kActivation);
+  [[nodiscard]] Tensor tensor(std::int64_t rows, std::int64_t width, Pool pool = Pool::kActivation,
+                              Dtype dtype = Dtype::kF32);
   [[nodiscard]] Tensor zeros(std::int64_t rows, std::int64_t width, Pool pool);
   [[nodiscard]] std::shared_ptr<const void> take(Bytes size, Address* address) override;
 

@@ -25,7 +25,7 @@ Optimizer::Optimizer(const TrainConfig& config, Memory& memory)
 void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, std::int64_t step) {
   const Stream stream = session.compute();
   require(session.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
-  for (const auto& group : groups) group->add_sum_of_squares(ops, stream, sum_of_squares_.data);
+  for (const auto& group : groups) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
   for (const auto& group : groups) {
     group->step(ops, stream,
                 AdamW{.count = 0,
@@ -39,7 +39,7 @@ void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, 
                       .eps = static_cast<float>(config_.adam_eps),
                       .weight_decay = static_cast<float>(config_.weight_decay),
                       .step = step,
-                      .sum_of_squares = sum_of_squares_.data,
+                      .sum_of_squares = sum_of_squares_.f32(),
                       .clip_norm = static_cast<float>(config_.clip_norm)});
   }
 }

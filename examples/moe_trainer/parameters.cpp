@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <span>
+#include <thread>
 #include <utility>
 
 #include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/host_copy.hpp"
 #include "examples/moe_trainer/random.hpp"
 
 namespace terrace::trainer {
@@ -27,6 +30,26 @@ float start_value(const Init& init, const CounterRandom& random, std::uint64_t i
   return static_cast<float>(init.a);
 }
 
+constexpr std::int64_t kStartPiece = std::int64_t{1} << 24;  // numbers made on the host at a time
+constexpr std::size_t kStartShare = std::size_t{1} << 16;    // the least that is worth a thread
+
+// to[i] gets number first + i. Each depends on its place alone, so threads share the work as they like.
+void fill_start(const Init& init, const CounterRandom& random, std::int64_t first, std::span<float> to) {
+  const auto fill = [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      to[i] = start_value(init, random, static_cast<std::uint64_t>(first) + i);
+    }
+  };
+  const std::size_t most = std::max(1U, std::thread::hardware_concurrency());
+  const std::size_t threads = std::clamp<std::size_t>(to.size() / kStartShare, 1, most);
+  const std::size_t share = (to.size() + threads - 1) / threads;
+  std::vector<std::jthread> others;
+  for (std::size_t begin = share; begin < to.size(); begin += share) {
+    others.emplace_back(fill, begin, std::min(begin + share, to.size()));
+  }
+  fill(0, std::min(share, to.size()));
+}
+
 }  // namespace
 
 std::int64_t Parameter::count() const {
@@ -34,56 +57,98 @@ std::int64_t Parameter::count() const {
 }
 
 Parameter& ParameterGroup::declare(Parameter parameter) {
+  parameter.training = base_;
   return parameters_.emplace_back(std::move(parameter));
+}
+
+Parameter& ParameterGroup::declare_adapter(Parameter parameter) {
+  parameter.training = Training::kYes;
+  return parameters_.emplace_back(std::move(parameter));
+}
+
+bool ParameterGroup::in_frozen_arena(const Parameter& parameter) {
+  return parameter.training == Training::kNo && parameter.decay == Decay::kYes &&
+         parameter.precision == Precision::kCompute;
 }
 
 void ParameterGroup::lay_out() {
   offsets_.assign(parameters_.size(), 0);
   count_ = 0;
-  for (const Decay decay : {Decay::kYes, Decay::kNo}) {
+  frozen_count_ = 0;
+  const auto place = [&](std::int64_t& end, const auto& belongs) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (parameters_[i].decay != decay) continue;
-      offsets_[i] = count_;
-      count_ += (parameters_[i].count() + kAlignment - 1) / kAlignment * kAlignment;
+      if (!belongs(parameters_[i])) continue;
+      offsets_[i] = end;
+      end += (parameters_[i].count() + kAlignment - 1) / kAlignment * kAlignment;
     }
-    if (decay == Decay::kYes) decayed_ = count_;
-  }
+  };
+  const auto trained = [](Decay decay) {
+    return [=](const Parameter& p) { return p.training == Training::kYes && p.decay == decay; };
+  };
+  place(count_, trained(Decay::kYes));
+  decayed_ = count_;
+  place(count_, trained(Decay::kNo));
+  trained_ = count_;
+  place(count_, [](const Parameter& p) { return p.training == Training::kNo && !in_frozen_arena(p); });
+  place(frozen_count_, [](const Parameter& p) { return in_frozen_arena(p); });
 }
 
-void ParameterGroup::allocate(Session& session, Memory& memory, std::uint64_t seed) {
+void ParameterGroup::allocate(Session& session, Memory& memory, const Allocation& how) {
   lay_out();
-  values_ = memory.tensor(1, count_, Pool::kWeights);
+  values_ = memory.zeros(1, count_, Pool::kWeights);  // the gaps too
   gradients_ = memory.zeros(1, count_, Pool::kGradient);
-  m_ = memory.zeros(1, count_, Pool::kOptimizer);
-  v_ = memory.zeros(1, count_, Pool::kOptimizer);
+  if (trained_ > 0) {
+    m_ = memory.zeros(1, trained_, Pool::kOptimizer);
+    v_ = memory.zeros(1, trained_, Pool::kOptimizer);
+  }
+  if (how.compute != Dtype::kF32 && decayed_ > 0) {
+    copies_ = memory.tensor(1, decayed_, Pool::kWeights, how.compute);
+  }
+  if (frozen_count_ > 0) frozen_ = memory.tensor(1, frozen_count_, Pool::kWeights, how.compute);
+  set_pointers(how.compute);
+  upload_start(session, how.seed);
+}
+
+void ParameterGroup::set_pointers(Dtype compute) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    parameter.value = values_.data + offsets_[i];
-    parameter.gradient = gradients_.data + offsets_[i];
-    parameter.m = m_.data + offsets_[i];
-    parameter.v = v_.data + offsets_[i];
+    if (in_frozen_arena(parameter)) {
+      if (compute == Dtype::kF32) parameter.value = frozen_.f32() + offsets_[i];
+      if (compute == Dtype::kBf16) parameter.copy = frozen_.as<Bf16>() + offsets_[i];
+      continue;
+    }
+    parameter.value = values_.f32() + offsets_[i];
+    parameter.gradient = gradients_.f32() + offsets_[i];
+    if (parameter.training == Training::kNo) continue;
+    parameter.m = m_.f32() + offsets_[i];
+    parameter.v = v_.f32() + offsets_[i];
+    if (copies_ && parameter.decay == Decay::kYes) parameter.copy = copies_.as<Bf16>() + offsets_[i];
   }
-  upload_start(session, seed);
 }
 
 void ParameterGroup::upload_start(Session& session, std::uint64_t seed) {
-  Device& device = session.device();
-  const PinnedBuffer staging(device, values_.bytes());
-  const std::span<float> host = staging.as<float>();
-  std::fill(host.begin(), host.end(), 0.0F);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
+  std::vector<float> piece;
+  for (const Parameter& parameter : parameters_) {
     const CounterRandom random({.seed = seed, .stream = parameter.name});
-    float* out = host.data() + offsets_[i];
-    for (std::int64_t j = 0; j < parameter.count(); ++j) {
-      out[j] = start_value(parameter.init, random, static_cast<std::uint64_t>(j));
+    for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
+      piece.resize(static_cast<std::size_t>(std::min(kStartPiece, parameter.count() - first)));
+      fill_start(parameter.init, random, first, piece);
+      set_values(session, parameter, first, piece);
     }
   }
-  const Status copied = device.copy(session.compute(), Direction::kH2D, values_.block->address,
-                                    staging.address(), values_.bytes());
-  const Status arrived = device.synchronize(session.compute());  // before the staging buffer goes
-  require(copied);
-  require(arrived);
+}
+
+void set_values(Session& session, const Parameter& parameter, std::int64_t first,
+                std::span<const float> from) {
+  if (parameter.value != nullptr) return upload(session, from, parameter.value + first);
+  std::vector<Bf16> rounded(from.size());
+  std::transform(from.begin(), from.end(), rounded.begin(), [](float x) { return to_bf16(x); });
+  upload(session, std::as_bytes(std::span(rounded)), reinterpret_cast<Address>(parameter.copy + first));
+}
+
+void ParameterGroup::refresh_copies(Ops& ops, Stream stream) const {
+  if (!copies_) return;
+  ops.run(stream, Convert{.count = decayed_, .x = values_, .y = copies_});
 }
 
 void ParameterGroup::clear_gradients(Session& session) {
@@ -91,22 +156,24 @@ void ParameterGroup::clear_gradients(Session& session) {
 }
 
 void ParameterGroup::add_sum_of_squares(Ops& ops, Stream stream, float* sum) const {
-  ops.run(stream, SumOfSquares{.count = count_, .x = gradients_.data, .out = sum});
+  if (trained_ == 0) return;
+  ops.run(stream, SumOfSquares{.count = trained_, .x = gradients_.f32(), .out = sum});
 }
 
 void ParameterGroup::step(Ops& ops, Stream stream, AdamW update) {
   const auto run = [&](std::int64_t first, std::int64_t count) {
     if (count == 0) return;
     update.count = count;
-    update.parameter = values_.data + first;
-    update.gradient = gradients_.data + first;
-    update.m = m_.data + first;
-    update.v = v_.data + first;
+    update.parameter = values_.f32() + first;
+    update.gradient = gradients_.f32() + first;
+    update.m = m_.f32() + first;
+    update.v = v_.f32() + first;
+    update.compute_copy = first < decayed_ ? Out(copies_) : Out();
     ops.run(stream, update);
   };
   run(0, decayed_);
   update.weight_decay = 0;
-  run(decayed_, count_ - decayed_);
+  run(decayed_, trained_ - decayed_);
 }
 
 }  // namespace terrace::trainer

@@ -3,11 +3,18 @@
 // Parameters of one group (a layer, the embedding, the head) lie in one arena, and so do their gradients and
 // their optimizer state: a group is cleared, clipped and stepped by a handful of launches, and is the unit
 // that a later tier would move.
+//
+// Values, gradients and moments are fp32. Where a model computes in bf16, the matrices also have a bf16 copy,
+// made again after each step: that is what products read, while the optimizer's small steps add up in fp32.
+//
+// Of a frozen group only what is declared as trained has a gradient of use and moments. Its other matrices
+// are kept once, in the type that products read, and its vectors as they are.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +25,11 @@
 namespace terrace::trainer {
 
 enum class Decay : std::uint8_t { kYes, kNo };  // matrices, and all else
+enum class Training : std::uint8_t { kYes, kNo };
+enum class Precision : std::uint8_t {
+  kCompute,
+  kFp32
+};  // of a frozen matrix: that of products, or always full
 
 // How a parameter starts, from counters: the same on every device.
 struct Init {
@@ -38,21 +50,40 @@ struct Parameter {
   std::vector<std::int64_t> shape;
   Init init;
   Decay decay = Decay::kYes;
-  float* value = nullptr;     // on the device, shape as above
-  float* gradient = nullptr;  // adds up over the micro-batches of a step
-  float* m = nullptr;         // AdamW's moments
+  Precision precision = Precision::kCompute;
+  Training training = Training::kYes;
+  float* value = nullptr;     // on the device, shape as above; null where only the copy is kept
+  float* gradient = nullptr;  // adds up over the micro-batches of a step; null: frozen
+  float* m = nullptr;         // AdamW's moments; null: frozen
   float* v = nullptr;
+  Bf16* copy = nullptr;  // of a matrix where the model computes in bf16
+  // A low-rank addition to a matrix (out, in), or to each of a stack: w + up down, down (rank, in), up (out,
+  // rank).
+  const Parameter* down = nullptr;
+  const Parameter* up = nullptr;
 
   [[nodiscard]] std::int64_t count() const;
+  // What products read: the copy, or the value where there is none.
+  [[nodiscard]] In operand() const { return copy != nullptr ? In(copy) : In(value); }
 };
 
 class ParameterGroup {
  public:
-  explicit ParameterGroup(std::string name) : name_(std::move(name)) {}
-  // The reference stays valid; its pointers are set by allocate().
+  explicit ParameterGroup(std::string name, Training base = Training::kYes)
+      : name_(std::move(name)), base_(base) {}
+  // `training` of what is declared; the group's, where that is frozen, unless it is an adapter. The reference
+  // stays valid; its pointers are set by allocate().
   Parameter& declare(Parameter parameter);
-  // Reserves the arenas and sets the starting values. Throws OutOfMemory.
-  void allocate(Session& session, Memory& memory, std::uint64_t seed);
+  Parameter& declare_adapter(Parameter parameter);
+  struct Allocation {
+    std::uint64_t seed = 0;
+    Dtype compute = Dtype::kF32;
+  };
+  // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
+  // OutOfMemory.
+  void allocate(Session& session, Memory& memory, const Allocation& how);
+  // Makes the bf16 copies those of the values; nothing where there are none.
+  void refresh_copies(Ops& ops, Stream stream) const;
 
   void clear_gradients(Session& session);
   void add_sum_of_squares(Ops& ops, Stream stream, float* sum) const;
@@ -65,16 +96,27 @@ class ParameterGroup {
   [[nodiscard]] const std::deque<Parameter>& parameters() const { return parameters_; }
 
  private:
+  [[nodiscard]] static bool in_frozen_arena(const Parameter& parameter);
   void lay_out();
+  void set_pointers(Dtype compute);
   void upload_start(Session& session, std::uint64_t seed);
 
   std::string name_;
+  Training base_;
   std::deque<Parameter> parameters_;
-  std::vector<std::int64_t> offsets_;  // of each parameter in the arenas, in floats
-  std::int64_t decayed_ = 0;           // floats at the front of the arenas that decay
+  std::vector<std::int64_t> offsets_;  // of each parameter in the arenas, in numbers
+  std::int64_t decayed_ = 0;           // numbers at the front of the arenas that decay: the matrices
+  std::int64_t trained_ = 0;           // those that are trained: then vectors that are not
   std::int64_t count_ = 0;
-  Tensor values_, gradients_, m_, v_;
+  std::int64_t frozen_count_ = 0;
+  Tensor values_, gradients_, m_, v_, copies_;
+  Tensor frozen_;  // matrices that are not trained
 };
+
+// Numbers first .. first + from.size() of a parameter, from the host; rounded where only a copy is kept. Of
+// one that has both, the copy is refresh_copies()'s to make.
+void set_values(Session& session, const Parameter& parameter, std::int64_t first,
+                std::span<const float> from);
 
 using ParameterGroups = std::vector<std::unique_ptr<ParameterGroup>>;
 

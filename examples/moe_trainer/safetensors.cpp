@@ -32,11 +32,8 @@ struct TypeName {
   const char* name;
   std::uint64_t bytes;
 };
-constexpr TypeName kTypes[] = {{DType::kF32, "F32", 4},
-                               {DType::kF64, "F64", 8},
-                               {DType::kI32, "I32", 4},
-                               {DType::kI64, "I64", 8},
-                               {DType::kU8, "U8", 1}};
+constexpr TypeName kTypes[] = {{DType::kF32, "F32", 4}, {DType::kF64, "F64", 8}, {DType::kI32, "I32", 4},
+                               {DType::kI64, "I64", 8}, {DType::kU8, "U8", 1},   {DType::kBf16, "BF16", 2}};
 
 std::optional<DType> type_named(const std::string& name) {
   for (const TypeName& row : kTypes) {
@@ -83,7 +80,7 @@ std::optional<Parsed> tensor_in(const std::string& name, const Json& json, std::
   }
   const Json& type = json["dtype"];
   const std::optional<DType> known = type.is_string() ? type_named(type.get<std::string>()) : std::nullopt;
-  if (!known) return refuse("dtype is " + type.dump() + "; F32, F64, I32, I64 and U8 are read");
+  if (!known) return refuse("dtype is " + type.dump() + "; F32, F64, I32, I64, U8 and BF16 are read");
   const auto shape = shape_in(json["shape"]);
   const auto count = shape ? elements(*shape) : std::nullopt;
   if (!count) return refuse("shape must be a list of dimensions whose product is a number of elements");

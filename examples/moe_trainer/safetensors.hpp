@@ -21,7 +21,7 @@
 
 namespace terrace::trainer {
 
-enum class DType : std::uint8_t { kF32, kF64, kI32, kI64, kU8 };
+enum class DType : std::uint8_t { kF32, kF64, kI32, kI64, kU8, kBf16 };
 [[nodiscard]] const char* name_of(DType type);  // "F32", ...
 [[nodiscard]] Bytes size_of(DType type);
 

@@ -36,6 +36,10 @@ struct Texts {  // options that need a second look
 
 void declare(CLI::App& app, Settings& settings, Texts& texts) {
   app.add_option("--config", settings.config, "Model and training, TOML (default: the built-in nano)");
+  app.add_option(
+      "--model", settings.model,
+      "Train this public model: a folder with config.json and its weights; --config gives [train]");
+  app.add_option("--export", settings.export_to, "At the end write the model of --model to this folder");
   app.add_option("--data", settings.data, "Text files to train on, UTF-8")->expected(1, -1);
   app.add_option("--device", settings.device, "auto, cuda or emulated")
       ->check(CLI::IsMember({"auto", "cuda", "emulated"}));
@@ -60,7 +64,20 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
   app.add_flag("--no-progress", settings.no_progress, "No progress bar");
 }
 
+CLI::App* declare_parity(CLI::App& app, Settings& settings) {
+  CLI::App* parity = app.add_subcommand(
+      "parity", "Compare a public model's loss, logits and gradients with reference.safetensors beside it");
+  parity->add_option("folder", settings.model, "config.json, weights and reference.safetensors")->required();
+  parity->add_option("--device", settings.device, "auto, cuda or emulated")
+      ->check(CLI::IsMember({"auto", "cuda", "emulated"}));
+  parity->add_flag("--json", settings.json_to_stdout, "Print one JSON object");
+  return parity;
+}
+
 void read(const Texts& texts, Settings& settings) {
+  if (!settings.export_to.empty() && settings.model.empty()) {
+    bad_input("--export: writes back a public model; name one with --model DIR");
+  }
   if (settings.save_every > 0 && settings.checkpoint.empty()) {
     bad_input("--save-every: say where with --checkpoint FILE");
   }
@@ -88,8 +105,10 @@ ParsedSettings parse_command_line(int argc, const char* const* argv) {
   Settings settings;
   Texts texts;
   declare(app, settings, texts);
+  const CLI::App* parity = declare_parity(app, settings);
   try {
     app.parse(argc, argv);
+    if (parity->parsed()) settings.command = Command::kParity;
     read(texts, settings);
   } catch (const CLI::CallForHelp&) {
     std::fputs(app.help().c_str(), stdout);
@@ -101,9 +120,28 @@ ParsedSettings parse_command_line(int argc, const char* const* argv) {
   return {std::move(settings), 0};
 }
 
-Config config_of(const Settings& settings) {
-  Config config = settings.config.empty() ? parse_config(kDefaultConfig, "built-in configuration")
-                                          : load_config(settings.config);
+Config config_of(const Settings& settings, const Config* of_model) {
+  Config config;
+  if (of_model != nullptr) {
+    config = *of_model;
+    if (settings.config.empty()) {
+      config.train = parse_config(kDefaultConfig, "built-in configuration").train;
+    } else {
+      const RunConfig run = load_run_config(settings.config);
+      config.train = run.train;
+      config.lora = run.lora;
+    }
+    if (config.lora.rank > 0 && !settings.export_to.empty()) {
+      bad_input("--export: adapters are no part of the model's file; keep them with --checkpoint");
+    }
+    if (config.model.vocabulary < kByteVocabulary) {
+      bad_input(settings.model + ": has a vocabulary of " + std::to_string(config.model.vocabulary) +
+                "; text is bytes, which need " + std::to_string(kByteVocabulary));
+    }
+  } else {
+    config = settings.config.empty() ? parse_config(kDefaultConfig, "built-in configuration")
+                                     : load_config(settings.config);
+  }
   if (settings.steps) config.train.steps = *settings.steps;
   if (settings.recompute) config.train.recompute = *settings.recompute;
   return config;

@@ -11,8 +11,13 @@
 
 namespace terrace::trainer {
 
+enum class Command : std::uint8_t { kTrain, kParity };
+
 struct Settings {
-  std::string config;  // empty: the built-in nano
+  Command command = Command::kTrain;
+  std::string config;     // empty: the built-in nano
+  std::string model;      // folder of a public model: to train, or to compare with its reference
+  std::string export_to;  // folder to write it to
   std::vector<std::string> data;
   std::string device = "auto";
   std::string policy;  // empty: TERRACE_POLICY in the environment, else the defaults
@@ -27,6 +32,7 @@ struct Settings {
   std::string resume;
   std::int64_t save_every = 0;
   bool no_progress = false;
+  bool json_to_stdout = false;
 };
 
 // The settings, or the exit code to leave with: --help has been printed, or what was wrong.
@@ -36,8 +42,9 @@ struct ParsedSettings {
 };
 [[nodiscard]] ParsedSettings parse_command_line(int argc, const char* const* argv);
 
-// The configuration with the command line's say in it. Throws Failure (kBadInput).
-[[nodiscard]] Config config_of(const Settings& settings);
+// The configuration with the command line's say in it. `of_model` is that of the public model, where one is
+// trained: its [train] comes from the file. Throws Failure (kBadInput).
+[[nodiscard]] Config config_of(const Settings& settings, const Config* of_model = nullptr);
 // The policy with the command line's say in it. Throws Failure (kBadInput).
 [[nodiscard]] Policy policy_of(const Settings& settings);
 

@@ -39,6 +39,8 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
   loss_sum_ = memory_.tensor(1, 1, Pool::kWeights);
   host_tokens_.emplace(session_.device(), tokens_.bytes());
   host_loss_.emplace(session_.device(), loss_sum_.bytes());
+  model_->refresh_copies(*ops_, session_.compute());
+  if (options_.model != nullptr) options_.model->load(session_, *model_, *ops_);
 }
 
 // Copies in flight use the host buffers, and launches the operators' scratch.
@@ -59,8 +61,8 @@ void Trainer::upload_batch() {
 }
 
 MicroBatch Trainer::micro_batch(std::uint32_t index) const {
-  const auto* ids = reinterpret_cast<const std::int32_t*>(tokens_.data) + index * config().tokens();
-  return {.ids = ids, .labels = ids + config().tokens_per_step()};
+  const auto* ids = tokens_.as<const std::int32_t>() + index * config().tokens();
+  return {.ids = ids, .labels = ids + config().tokens_per_step(), .counted = config().tokens_per_step()};
 }
 
 float Trainer::step() {
@@ -74,9 +76,10 @@ float Trainer::step() {
                     .ops = *ops_,
                     .stream = session_.compute(),
                     .recompute = config().train.recompute,
+                    .compute = config().train.compute,
                     .phase = Phase::kForward,
                     .micro_batch = i};
-    model_->train(pass, micro_batch(i), loss_sum_.data);
+    model_->train(pass, micro_batch(i), loss_sum_.f32());
   }
   ++steps_done_;
   optimizer_->step(session_, *ops_, model_->groups(), steps_done_);
@@ -96,16 +99,13 @@ float Trainer::wait_for_loss() {
 
 std::vector<CheckpointTensor> Trainer::checkpoint_tensors() const {
   std::vector<CheckpointTensor> tensors;
-  for (const auto& group : model_->groups()) {
-    for (const Parameter& parameter : group->parameters()) {
-      tensors.push_back({parameter.name, parameter.shape, parameter.value});
-      tensors.push_back({parameter.name + ".m", parameter.shape, parameter.m});
-      tensors.push_back({parameter.name + ".v", parameter.shape, parameter.v});
-    }
-  }
-  for (std::size_t i = 0; i < model_->layers().size(); ++i) {
-    const Tensor& bias = model_->layers()[i]->moe().router_bias();
-    tensors.push_back({"layer." + std::to_string(i) + ".moe.router_bias", {bias.width}, bias.data});
+  for (const NamedArray& array : model_->arrays()) {
+    const bool frozen = array.parameter != nullptr && array.parameter->m == nullptr;
+    if (frozen) continue;  // it is still what the seed, or the model's folder, made it
+    tensors.push_back({array.name, array.shape, array.value});
+    if (array.parameter == nullptr) continue;
+    tensors.push_back({array.name + ".m", array.shape, array.parameter->m});
+    tensors.push_back({array.name + ".v", array.shape, array.parameter->v});
   }
   return tensors;
 }
@@ -116,6 +116,11 @@ void Trainer::save(const std::string& path) const {
                             .config = canonical_text(config()),
                             .data_fingerprint = corpus_.fingerprint()};
   write_checkpoint(path, info, checkpoint_tensors(), session_);
+}
+
+void Trainer::export_model(const std::string& path) const {
+  TERRACE_CHECK(options_.model != nullptr, "only a public model is exported");
+  options_.model->save(path, session_, *model_);
 }
 
 void Trainer::resume(const std::string& path) {
@@ -131,6 +136,7 @@ void Trainer::resume(const std::string& path) {
     bad_input(path + ": was trained on other text; name the same files, in the same order, with --data");
   }
   read_checkpoint(path, checkpoint_tensors(), session_);
+  model_->refresh_copies(*ops_, session_.compute());
   steps_done_ = info.steps_done;
 }
 

@@ -12,6 +12,7 @@
 #include "examples/moe_trainer/checkpoint.hpp"
 #include "examples/moe_trainer/config.hpp"
 #include "examples/moe_trainer/data.hpp"
+#include "examples/moe_trainer/families/model_folder.hpp"
 #include "examples/moe_trainer/memory.hpp"
 #include "examples/moe_trainer/model/model.hpp"
 #include "examples/moe_trainer/optimizer.hpp"
@@ -23,6 +24,8 @@ class Trainer {
   struct Options {
     Config config;
     std::uint64_t seed = 1;
+    const ModelFolder* model =
+        nullptr;  // where the weights come from; null: from the seed. Outlives the trainer
   };
   // Reserves all that lasts: weights, gradients, optimizer state, buffers. Throws OutOfMemory, Failure.
   // Session and corpus outlive the trainer.
@@ -40,6 +43,9 @@ class Trainer {
   // Continues from a checkpoint: the next losses are those of a run that was never interrupted. Throws
   // Failure (kBadInput) where it is of another shape, seed, configuration or text, or damaged.
   void resume(const std::string& path);
+
+  // Writes the public model that is trained. Precondition: there is one. Throws Failure.
+  void export_model(const std::string& path) const;
 
   [[nodiscard]] std::int64_t steps_done() const { return steps_done_; }
   [[nodiscard]] const Config& config() const { return options_.config; }

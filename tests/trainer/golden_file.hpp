@@ -36,6 +36,7 @@ void expect_golden(OpsBench& bench, const GoldenFile& file, const std::string& n
 
 // Composes the operators as a layer does, forward and backward, and compares all of it.
 void check_latent_moe(OpsBench& bench, const GoldenFile& file);
+void check_attn_res(OpsBench& bench, const GoldenFile& file);
 
 inline constexpr double kGoldenOutput = 1e-5, kGoldenGradient = 1e-4;
 

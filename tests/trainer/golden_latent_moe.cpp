@@ -42,7 +42,7 @@ class LatentMoe {
     g_ = grouped(z_rows_, "w_gate", {inner_, latent_});
     u_ = grouped(z_rows_, "w_up", {inner_, latent_});
     h_ = bench_.output(rows_ * inner_);
-    ops().run(stream(), SituGlu{rows_ * inner_, g_, u_, h_});
+    ops().run(stream(), Glu{rows_, inner_, GluActivation::kSitu, g_, inner_, u_, inner_, h_});
     e_ = grouped(h_, "w_out", {latent_, inner_});
     mixed_ = bench_.output(tokens_ * latent_);
     ops().run(stream(), SumRows{tokens_, latent_, router_.top_k, row_, weight_, e_, mixed_});
@@ -52,7 +52,7 @@ class LatentMoe {
     sg_ = linear(x_, "ws_gate", {tokens_, shared_, width_});
     su_ = linear(x_, "ws_up", {tokens_, shared_, width_});
     sh_ = bench_.output(tokens_ * shared_);
-    ops().run(stream(), SituGlu{tokens_ * shared_, sg_, su_, sh_});
+    ops().run(stream(), Glu{tokens_, shared_, GluActivation::kSitu, sg_, shared_, su_, shared_, sh_});
     float* from_shared = linear(sh_, "ws_out", {tokens_, width_, shared_});
     ops().run(stream(), Add{tokens_ * width_, out, from_shared, out});
     expect_golden(bench_, file_, "out", out, kGoldenOutput);
@@ -66,7 +66,8 @@ class LatentMoe {
     float* d_sh = linear_backward(d_out, sh_, "ws_out", {tokens_, width_, shared_});
     float* d_sg = bench_.output(tokens_ * shared_);
     float* d_su = bench_.output(tokens_ * shared_);
-    ops().run(stream(), SituGluBackward{tokens_ * shared_, sg_, su_, d_sh, d_sg, d_su});
+    ops().run(stream(), GluBackward{tokens_, shared_, GluActivation::kSitu, sg_, shared_, su_, shared_, d_sh,
+                                    d_sg, shared_, d_su, shared_});
     add_to_d_x(linear_backward(d_sg, x_, "ws_gate", {tokens_, shared_, width_}));
     add_to_d_x(linear_backward(d_su, x_, "ws_up", {tokens_, shared_, width_}));
     experts_backward(linear_backward(d_out, normal_, "w_up_latent", {tokens_, width_, latent_}));
@@ -133,7 +134,8 @@ class LatentMoe {
     float* d_h = grouped_backward(d_e, h_, "w_out", {latent_, inner_});
     float* d_g = bench_.output(rows_ * inner_);
     float* d_u = bench_.output(rows_ * inner_);
-    ops().run(stream(), SituGluBackward{rows_ * inner_, g_, u_, d_h, d_g, d_u});
+    ops().run(stream(), GluBackward{rows_, inner_, GluActivation::kSitu, g_, inner_, u_, inner_, d_h, d_g,
+                                    inner_, d_u, inner_});
     float* d_rows = grouped_backward(d_g, z_rows_, "w_gate", {inner_, latent_});
     float* from_up = grouped_backward(d_u, z_rows_, "w_up", {inner_, latent_});
     ops().run(stream(), Add{rows_ * latent_, d_rows, from_up, d_rows});

@@ -213,7 +213,8 @@ struct Checker {
   const char* op;
   void (*check)(OpsBench&, const GoldenFile&);
 };
-constexpr Checker kCheckers[] = {{"causal_conv1d_silu", check_conv},
+constexpr Checker kCheckers[] = {{"attnres", check_attn_res},
+                                 {"causal_conv1d_silu", check_conv},
                                  {"kda", check_kda},
                                  {"dsa", check_dsa},
                                  {"latent_moe", check_latent_moe},

@@ -140,8 +140,9 @@ TEST_P(MoeOps, SituGluAndAdd) {
   const Values g = random_values(count, 1, 5.0), u = random_values(count, 2, 20.0),
                d_y = random_values(count, 3);
   float *y = output(count), *d_g = output(count), *d_u = output(count), *sum = output(count);
-  ops().run(stream(), SituGlu{count, upload(g), upload(u), y});
-  ops().run(stream(), SituGluBackward{count, upload(g), upload(u), upload(d_y), d_g, d_u});
+  ops().run(stream(), Glu{1, count, GluActivation::kSitu, upload(g), count, upload(u), count, y});
+  ops().run(stream(), GluBackward{1, count, GluActivation::kSitu, upload(g), count, upload(u), count,
+                                  upload(d_y), d_g, count, d_u, count});
   ops().run(stream(), Add{count, upload(g), upload(u), sum});
   expect_near("y", y, oracle::situ_glu(g, u), kOutput);
   Values want_g, want_u, want_sum;
@@ -159,7 +160,8 @@ TEST_P(MoeOps, SituGluAndAdd) {
   expect_near("d_u", d_u, want_u, kGradient);
   expect_near("sum", sum, want_sum, 1e-7);
   float* again = upload(d_y);  // the gradient makes way for the output
-  ops().run(stream(), SituGluBackward{count, upload(g), upload(u), again, d_g, d_u, again});
+  ops().run(stream(), GluBackward{1, count, GluActivation::kSitu, upload(g), count, upload(u), count, again,
+                                  d_g, count, d_u, count, again});
   expect_near("y again", again, oracle::situ_glu(g, u), kOutput);
   expect_near("d_g beside y", d_g, want_g, kGradient);
   ops().run(stream(), Add{count, sum, upload(g), sum});

@@ -117,5 +117,151 @@ TEST_P(NormOps, Layer) {
   }
 }
 
+// The gradients again, as sums: the numeric ones above check them at small shapes.
+struct NormGradients {
+  Values x, w, b;
+};
+NormGradients norm_backward(const Values& x, const Values& w, const Values& d_y, double mean_share) {
+  NormGradients d{Values(x.size()), Values(w.size()), Values(w.size())};
+  const auto width = static_cast<double>(w.size());
+  for (std::size_t row = 0; row < x.size(); row += w.size()) {
+    double mean = 0, squares = 0, total = 0, along = 0;
+    for (std::size_t i = 0; i < w.size(); ++i) mean += mean_share * x[row + i] / width;
+    for (std::size_t i = 0; i < w.size(); ++i) squares += (x[row + i] - mean) * (x[row + i] - mean) / width;
+    const double r = 1 / std::sqrt(squares + static_cast<double>(kEps));
+    for (std::size_t i = 0; i < w.size(); ++i) {
+      total += mean_share * d_y[row + i] * w[i] / width;
+      along += d_y[row + i] * w[i] * (x[row + i] - mean) * r / width;
+    }
+    for (std::size_t i = 0; i < w.size(); ++i) {
+      const double normal = (x[row + i] - mean) * r;
+      d.x[row + i] = r * (d_y[row + i] * w[i] - total - normal * along);
+      d.w[i] += d_y[row + i] * normal;
+      d.b[i] += d_y[row + i];
+    }
+  }
+  return d;
+}
+// Heads, widths of every group of threads, one too wide for all of them, and odd ones.
+constexpr Rows kWideShapes[] = {{5000, 16},  {700, 128}, {37, 64},   {40, 512},  {9, 1000}, {600, 1024},
+                                {300, 3584}, {5, 7168},  {2, 16384}, {2, 16392}, {1, 2},    {90, 36}};
+
+TEST_P(NormOps, WideRowsInBothTypes) {
+  for (const auto& [rows, width] : kWideShapes) {
+    for (const Dtype dtype : kBothTypes) {
+      if (dtype == Dtype::kF32 && rows * width > 700'000) continue;
+      SCOPED_TRACE(::testing::Message() << rows << " x " << width << " " << name_of(dtype));
+      const std::int64_t count = rows * width;
+      const Values x = rounded(random_values(count, 1), dtype), d_y = rounded(random_values(count, 2), dtype);
+      const Values w = random_values(width, 3), b = random_values(width, 4);
+      const Out x_at = upload(x, dtype), d_y_at = upload(d_y, dtype), y = output(count, dtype);
+      const float *w_at = upload(w), *b_at = upload(b);
+      ops().run(stream(), RmsNorm{rows, width, kEps, x_at, w_at, y});
+      expect_near("rms", y, oracle::rms_norm(x, w, kEps), output_tolerance(dtype));
+      const NormGradients rms = norm_backward(x, w, d_y, 0);
+      RmsNormBackward back{.rows = rows,
+                           .width = width,
+                           .eps = kEps,
+                           .x = x_at,
+                           .w = w_at,
+                           .d_y = d_y_at,
+                           .d_x = output(count, dtype),
+                           .d_w = zeros(width)};
+      ops().run(stream(), back);
+      expect_near("rms d_x", back.d_x, rms.x, gradient_tolerance(dtype));
+      expect_near("rms d_w", back.d_w, rms.w, gradient_tolerance(dtype));
+      RmsNormBackward again = back;
+      again.d_w = zeros(width);
+      ops().run(stream(), again);
+      expect_same_bits("rms d_w", back.d_w, again.d_w, width);
+      ops().run(stream(), LayerNorm{rows, width, kEps, x_at, w_at, b_at, y});
+      expect_near("layer", y, oracle::layer_norm(x, w, b, kEps), output_tolerance(dtype));
+      const NormGradients layer = norm_backward(x, w, d_y, 1);
+      const LayerNormBackward layer_back{.rows = rows,
+                                         .width = width,
+                                         .eps = kEps,
+                                         .x = x_at,
+                                         .w = w_at,
+                                         .d_y = d_y_at,
+                                         .d_x = output(count, dtype),
+                                         .d_w = zeros(width),
+                                         .d_b = zeros(width)};
+      ops().run(stream(), layer_back);
+      // Two numbers a row leave next to nothing of the gradient.
+      if (width > 2) expect_near("layer d_x", layer_back.d_x, layer.x, gradient_tolerance(dtype));
+      expect_near("layer d_w", layer_back.d_w, layer.w, gradient_tolerance(dtype));
+      expect_near("layer d_b", layer_back.d_b, layer.b, gradient_tolerance(dtype));
+    }
+  }
+}
+
+TEST_P(NormOps, GatedRowsInBothTypes) {
+  for (const auto& [rows, width] : {Rows{500, 128}, Rows{33, 64}, Rows{3, 2048}, Rows{9, 20}}) {
+    for (const Dtype dtype : kBothTypes) {
+      SCOPED_TRACE(::testing::Message() << rows << " x " << width << " " << name_of(dtype));
+      const std::int64_t count = rows * width;
+      const Values o = rounded(random_values(count, 1), dtype), d_y = rounded(random_values(count, 2), dtype);
+      const Values gate = rounded(random_values(count, 4, 3.0), dtype), w = random_values(width, 3);
+      Values through = d_y, d_gate = oracle::gated_rms_norm(o, w, gate, kEps);
+      for (std::size_t i = 0; i < gate.size(); ++i) {
+        through[i] *= oracle::sigmoid(gate[i]);
+        d_gate[i] *= d_y[i] * (1 - oracle::sigmoid(gate[i]));
+      }
+      const NormGradients want = norm_backward(o, w, through, 0);
+      const Out o_at = upload(o, dtype), gate_at = upload(gate, dtype), y = output(count, dtype);
+      const float* w_at = upload(w);
+      ops().run(stream(), GatedRmsNorm{rows, width, kEps, o_at, w_at, gate_at, y});
+      expect_near("y", y, oracle::gated_rms_norm(o, w, gate, kEps), output_tolerance(dtype));
+      const GatedRmsNormBackward back{.rows = rows,
+                                      .width = width,
+                                      .eps = kEps,
+                                      .o = o_at,
+                                      .w = w_at,
+                                      .gate = gate_at,
+                                      .d_y = upload(d_y, dtype),
+                                      .d_o = output(count, dtype),
+                                      .d_gate = output(count, dtype),
+                                      .d_w = zeros(width)};
+      ops().run(stream(), back);
+      expect_near("d_o", back.d_o, want.x, gradient_tolerance(dtype));
+      expect_near("d_gate", back.d_gate, d_gate, gradient_tolerance(dtype));
+      expect_near("d_w", back.d_w, want.w, gradient_tolerance(dtype));
+    }
+  }
+}
+
+TEST_P(NormOps, ResidualIsAddedAndItsGradientToo) {
+  for (const auto& [rows, width] : {Rows{7, 64}, Rows{5, 67}, Rows{3, 4096}}) {
+    for (const Dtype dtype : kBothTypes) {
+      SCOPED_TRACE(::testing::Message() << rows << " x " << width << " " << name_of(dtype));
+      const std::int64_t count = rows * width;
+      const Values x = rounded(random_values(count, 1), dtype), w = random_values(width, 3);
+      const Values residual = rounded(random_values(count, 2), dtype);
+      const Values d_y = rounded(random_values(count, 4), dtype),
+                   d_sum = rounded(random_values(count, 5), dtype);
+      const Values sum = rounded(plus(x, residual), dtype);
+      RmsNorm op{rows, width, kEps, upload(x, dtype), upload(w), output(count, dtype)};
+      op.residual = upload(residual, dtype);
+      EXPECT_THROW(ops().run(stream(), op), std::runtime_error) << "no place for the sum";
+      op.sum = upload(residual, dtype);
+      op.residual = op.sum;  // in place
+      ops().run(stream(), op);
+      expect_near("sum", op.sum, sum, output_tolerance(dtype));
+      expect_near("y", op.y, oracle::rms_norm(sum, w, kEps), output_tolerance(dtype));
+      const RmsNormBackward back{.rows = rows,
+                                 .width = width,
+                                 .eps = kEps,
+                                 .x = op.sum,
+                                 .w = op.w,
+                                 .d_y = upload(d_y, dtype),
+                                 .d_x = output(count, dtype),
+                                 .d_w = nullptr,
+                                 .d_sum = upload(d_sum, dtype)};
+      ops().run(stream(), back);
+      expect_near("d_x", back.d_x, plus(norm_backward(sum, w, d_y, 0).x, d_sum), gradient_tolerance(dtype));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace terrace::trainer

@@ -16,6 +16,17 @@
 
 namespace terrace::trainer {
 
+inline constexpr Dtype kBothTypes[] = {Dtype::kF32, Dtype::kBf16};
+
+// What an array of this type holds of them: an oracle gets these, so that it sees what the operator sees.
+[[nodiscard]] inline Values rounded(Values values, Dtype dtype) {
+  for (double& value : values) {
+    const auto single = static_cast<float>(value);
+    value = static_cast<double>(dtype == Dtype::kF32 ? single : to_float(to_bf16(single)));
+  }
+  return values;
+}
+
 // Memory in one mapping of its own, given back when it dies. The owner waits for the stream first.
 class Mapping {
  public:
@@ -94,6 +105,18 @@ class OpsBench {
     return put(std::vector<float>(static_cast<std::size_t>(count), std::nanf("")));
   }
   float* zeros(std::int64_t count) { return put(std::vector<float>(static_cast<std::size_t>(count), 0.0F)); }
+  // The same of either type, rounded to it on the way in. What is uploaded may also be written, in place.
+  Out upload(const Values& values, Dtype dtype) {
+    if (dtype == Dtype::kF32) return upload(values);
+    std::vector<Bf16> halves;
+    halves.reserve(values.size());
+    for (const double value : values) halves.push_back(to_bf16(static_cast<float>(value)));
+    return put(halves);
+  }
+  Out output(std::int64_t count, Dtype dtype) {
+    if (dtype == Dtype::kF32) return output(count);
+    return put(std::vector<Bf16>(static_cast<std::size_t>(count), to_bf16(std::nanf(""))));
+  }
   std::int32_t* int_output(std::int64_t count) {
     return put(std::vector<std::int32_t>(static_cast<std::size_t>(count), -7));
   }
@@ -102,9 +125,20 @@ class OpsBench {
   std::vector<std::int32_t> ints(const std::int32_t* at, std::int64_t count) {
     return get<std::int32_t>(at, count);
   }
-  Values download(const float* at, std::int64_t count) {
-    const std::vector<float> got = floats(at, count);
-    return {got.begin(), got.end()};
+  Values download(In array, std::int64_t count) {
+    if (array.dtype() == Dtype::kF32) {
+      const std::vector<float> got = floats(array.as<float>(), count);
+      return {got.begin(), got.end()};
+    }
+    Values values;
+    for (const Bf16 number : get<Bf16>(array.as<Bf16>(), count)) {
+      values.push_back(static_cast<double>(to_float(number)));
+    }
+    return values;
+  }
+  // As stored, to compare two runs bit by bit.
+  std::vector<std::byte> bits(In array, std::int64_t count) {
+    return get<std::byte>(array.as<std::byte>(), count * bytes_of(array.dtype()));
   }
 
  private:
@@ -157,12 +191,21 @@ class OpsUnderTest : public ::testing::TestWithParam<const char*> {
   std::int32_t* upload(const std::vector<std::int32_t>& values) { return bench_->upload(values); }
   float* output(std::int64_t count) { return bench_->output(count); }
   float* zeros(std::int64_t count) { return bench_->zeros(count); }
+  Out upload(const Values& values, Dtype dtype) { return bench_->upload(values, dtype); }
+  Out output(std::int64_t count, Dtype dtype) { return bench_->output(count, dtype); }
+  Values download(In array, std::int64_t count) { return bench_->download(array, count); }
 
   // Tolerances of fp32 kernels.
   static constexpr double kOutput = 1e-5, kGradient = 1e-4;
-  void expect_near(const char* what, const float* got, const Values& want, double tolerance) {
+  static constexpr double output_tolerance(Dtype dtype) { return dtype == Dtype::kF32 ? kOutput : 1e-2; }
+  static constexpr double gradient_tolerance(Dtype dtype) { return dtype == Dtype::kF32 ? kGradient : 2e-2; }
+  void expect_near(const char* what, In got, const Values& want, double tolerance) {
     const Values values = bench_->download(got, static_cast<std::int64_t>(want.size()));
     EXPECT_LE(relative_error(values, want), tolerance) << what;
+  }
+  // Two results of `count` numbers each, stored alike.
+  void expect_same_bits(const char* what, In a, In b, std::int64_t count) {
+    EXPECT_TRUE(bench_->bits(a, count) == bench_->bits(b, count)) << what;
   }
   // The same bits: of floats, so NaN equals itself and zeros differ by sign.
   static bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {

@@ -10,16 +10,21 @@ function(terrace_operator_test name)
 endfunction()
 
 terrace_library(moe_oracle
-  SOURCES ${CMAKE_CURRENT_LIST_DIR}/oracle.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_dsa.cpp
-          ${CMAKE_CURRENT_LIST_DIR}/oracle_kda.cpp
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/oracle.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_attention.cpp
+          ${CMAKE_CURRENT_LIST_DIR}/oracle_dsa.cpp
+          ${CMAKE_CURRENT_LIST_DIR}/oracle_kda.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_moe.cpp
+          ${CMAKE_CURRENT_LIST_DIR}/oracle_rows.cpp
   LINKS terrace_runtime)
 
-foreach(subject conv dsa kda loss matmul moe norm optimizer)
+foreach(subject attention attnres conv dsa grouped kda loss matmul moe norm optimizer rotary routing rows)
   terrace_operator_test(op_${subject}_test SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_${subject}_test.cpp)
 endforeach()
 
 terrace_test(op_launch_test LABELS trainer SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_launch_test.cpp
              LINKS moe_ops moe_oracle)
+# Includes the conversion loops, which are compiled for AVX2.
+terrace_test(op_mixed_test LABELS trainer SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_mixed_test.cpp
+             LINKS moe_ops moe_ops_cpu moe_oracle)
 terrace_test(op_oracle_test LABELS trainer SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_oracle_test.cpp LINKS moe_oracle)
 terrace_test(op_parallel_test LABELS trainer SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_parallel_test.cpp LINKS moe_ops_cpu)
 # Instantiates the vector functions themselves, so it is compiled as the operators are.
@@ -31,7 +36,8 @@ terrace_test(safetensors_test LABELS trainer SOURCES ${CMAKE_CURRENT_LIST_DIR}/s
 # Golden vectors: the folder in TERRACE_GOLDEN_DIR, else the small ones of tests/golden. Also by hand with
 # TERRACE_TEST_DEVICE=cuda.
 set(TERRACE_GOLDEN_TEST_SOURCES
-    ${CMAKE_CURRENT_LIST_DIR}/golden_test.cpp ${CMAKE_CURRENT_LIST_DIR}/golden_file.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/golden_test.cpp ${CMAKE_CURRENT_LIST_DIR}/golden_attnres.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/golden_file.cpp
     ${CMAKE_CURRENT_LIST_DIR}/golden_latent_moe.cpp)
 terrace_test(terrace_golden_test LABELS trainer SOURCES ${TERRACE_GOLDEN_TEST_SOURCES}
              LINKS moe_ops moe_safetensors moe_oracle)

@@ -155,50 +155,5 @@ double cross_entropy(const Values& hidden, const Values& weight, const std::vect
   return loss;
 }
 
-Values routed_weights(const RouterShape& s, const Values& logits, const std::vector<std::int32_t>& expert) {
-  Values weight(at(s.tokens * s.top_k));
-  for (std::int64_t t = 0; t < s.tokens; ++t) {
-    double total = 0;
-    for (std::int64_t j = 0; j < s.top_k; ++j) {
-      weight[at(t * s.top_k + j)] = sigmoid(logits[at(t * s.experts + expert[at(t * s.top_k + j)])]);
-      total += weight[at(t * s.top_k + j)];
-    }
-    for (std::int64_t j = 0; j < s.top_k; ++j) weight[at(t * s.top_k + j)] *= s.scaling / total;
-  }
-  return weight;
-}
-
-Routed route(const RouterShape& s, const Values& logits, const Values& bias) {
-  Routed routed;
-  const std::int64_t size = s.experts / s.groups;
-  const auto by = [](const auto& key) {
-    return [&key](std::int64_t a, std::int64_t b) { return key[at(a)] > key[at(b)]; };
-  };
-  for (std::int64_t t = 0; t < s.tokens; ++t) {
-    Values biased(at(s.experts)), group(at(s.groups));
-    for (std::int64_t e = 0; e < s.experts; ++e) {
-      biased[at(e)] = sigmoid(logits[at(t * s.experts + e)]) + bias[at(e)];
-    }
-    std::vector<std::int64_t> groups;
-    for (std::int64_t g = 0; g < s.groups; ++g) {
-      Values members(biased.begin() + g * size, biased.begin() + (g + 1) * size);
-      std::sort(members.rbegin(), members.rend());
-      group[at(g)] = members[0] + (size > 1 ? members[1] : 0);
-      groups.push_back(g);
-    }
-    std::stable_sort(groups.begin(), groups.end(), by(group));
-    std::vector<std::int64_t> open;
-    for (std::int64_t e = 0; e < s.experts; ++e) {
-      const auto end = groups.begin() + std::min(s.groups, s.top_groups);
-      if (std::find(groups.begin(), end, e / size) != end) open.push_back(e);
-    }
-    std::stable_sort(open.begin(), open.end(), by(biased));
-    for (std::int64_t j = 0; j < s.top_k; ++j)
-      routed.expert.push_back(static_cast<std::int32_t>(open[at(j)]));
-  }
-  routed.weight = routed_weights(s, logits, routed.expert);
-  return routed;
-}
-
 }  // namespace oracle
 }  // namespace terrace::trainer

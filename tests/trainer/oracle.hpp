@@ -56,12 +56,25 @@ struct Routed {
   std::vector<std::int32_t> expert;
   Values weight;
 };
+[[nodiscard]] Values router_scores(RouterScore score, const Values& logits);  // of one token
 [[nodiscard]] Routed route(const RouterShape& shape, const Values& logits, const Values& bias);
 [[nodiscard]] Values routed_weights(const RouterShape& shape, const Values& logits,
                                     const std::vector<std::int32_t>& expert);
+// Of sequences from starts[i] to starts[i + 1]; pointers of `op` are not looked at.
+[[nodiscard]] double sequence_loss(const SequenceLoss& op, const std::vector<std::int32_t>& starts,
+                                   const Values& logits, const std::vector<std::int32_t>& expert);
+[[nodiscard]] Values quantile_bias(const QuantileBias& op, const Values& logits, const Values& bias);
+struct Permuted {
+  std::vector<std::int32_t> offsets, row, source, counts;
+};
+// No replicas: empty starts.
+[[nodiscard]] Permuted permute(const Permute& op, const std::vector<std::int32_t>& expert,
+                               const Values& weight, const std::vector<std::int32_t>& replica_starts,
+                               const std::vector<std::int32_t>& replicas);
 
 struct KdaValues {
   Values q, k, v, gate, beta, a_log, dt_bias, initial_state;  // no initial state: zeros
+  std::vector<std::int32_t> starts = {};                      // of packed sequences; none: batch rows
 };
 struct KdaResult {
   Values o, final_state;
@@ -75,7 +88,8 @@ struct KdaGradients {
                                         const Values& d_final_state);
 
 struct DsaValues {
-  Values q, k, v, gate, sink, index_q, index_k, index_w;  // no gate, no sink: empty
+  Values q, k, v, gate, sink, index_q, index_k, index_w;  // no gate, no sink, v in k: empty
+  std::vector<std::int32_t> starts = {};  // of packed sequences; the shape's own are not looked at
 };
 struct DsaGradients {
   Values q, k, v, gate, sink, index_q, index_k, index_w;
@@ -85,6 +99,11 @@ struct DsaGradients {
 [[nodiscard]] std::vector<std::int32_t> dsa_select(const DsaShape& shape, const Values& scores);
 [[nodiscard]] Values dsa(const DsaShape& shape, const DsaValues& in,
                          const std::vector<std::int32_t>& selected);
+struct DsaParts {
+  Values o, lse;  // before the gate; (B, T, H)
+};
+[[nodiscard]] DsaParts dsa_parts(const DsaShape& shape, const DsaValues& in,
+                                 const std::vector<std::int32_t>& selected);
 // The unweighted sum of the indexer's loss.
 [[nodiscard]] double dsa_index_loss(const DsaShape& shape, const DsaValues& in,
                                     const std::vector<std::int32_t>& selected, const DsaValues& target_from);

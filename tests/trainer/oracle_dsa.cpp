@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "tests/trainer/oracle.hpp"
 
@@ -35,24 +34,33 @@ std::vector<std::int64_t> chosen(const DsaShape& s, const std::vector<std::int32
   return rows;
 }
 
+// Where the value of a row starts, and in which array: its own, or that of the keys.
+struct ValueRow {
+  const Values& in;
+  std::int64_t at;
+};
+ValueRow value_row(const DsaShape& s, const DsaValues& in, std::int64_t row) {
+  return in.v.empty() ? ValueRow{in.k, row * s.key_width} : ValueRow{in.v, row * s.value_width};
+}
+
 struct Attention {
   Values p, o;  // over the chosen, (DV)
-  double p_sink = 0;
+  double p_sink = 0, lse = 0;
 };
 Attention attend(const DsaShape& s, const DsaValues& in, std::int64_t token, std::int64_t h,
                  const std::vector<std::int64_t>& rows) {
-  Attention out{{}, Values(at(s.value_width)), 0};
+  Attention out{{}, Values(at(s.value_width))};
   double total = in.sink.empty() ? 0 : std::exp(in.sink[at(h)]);
   for (const std::int64_t row : rows) {
     const double a = dot(in.q, (token * s.heads + h) * s.key_width, in.k, row * s.key_width, s.key_width);
     out.p.push_back(std::exp(scale_of(s) * a));
     total += out.p.back();
   }
+  out.lse = std::log(total);
   for (std::size_t j = 0; j < rows.size(); ++j) {
     out.p[j] /= total;
-    for (std::int64_t c = 0; c < s.value_width; ++c) {
-      out.o[at(c)] += out.p[j] * in.v[at(rows[j] * s.value_width + c)];
-    }
+    const ValueRow value = value_row(s, in, rows[j]);
+    for (std::int64_t c = 0; c < s.value_width; ++c) out.o[at(c)] += out.p[j] * value.in[at(value.at + c)];
   }
   if (!in.sink.empty() && !rows.empty()) out.p_sink = std::exp(in.sink[at(h)]) / total;
   return out;
@@ -126,15 +134,15 @@ void head_backward(const DsaShape& s, const DsaValues& in, std::int64_t token, s
   const double delta = dot(d_o, 0, now.o, 0, s.value_width);
   if (!in.sink.empty()) out.sink[at(h)] -= now.p_sink * delta;
   for (std::size_t j = 0; j < rows.size(); ++j) {
-    const double d_p = dot(d_o, 0, in.v, rows[j] * s.value_width, s.value_width);
+    const ValueRow value = value_row(s, in, rows[j]);
+    const double d_p = dot(d_o, 0, value.in, value.at, s.value_width);
     const double d_a = now.p[j] * (d_p - delta) * scale_of(s);
     for (std::int64_t d = 0; d < s.key_width; ++d) {
       out.q[at(q + d)] += d_a * in.k[at(rows[j] * s.key_width + d)];
       out.k[at(rows[j] * s.key_width + d)] += d_a * in.q[at(q + d)];
     }
-    for (std::int64_t c = 0; c < s.value_width; ++c) {
-      out.v[at(rows[j] * s.value_width + c)] += now.p[j] * d_o[at(c)];
-    }
+    Values& d_value = in.v.empty() ? out.k : out.v;
+    for (std::int64_t c = 0; c < s.value_width; ++c) d_value[at(value.at + c)] += now.p[j] * d_o[at(c)];
   }
 }
 
@@ -143,7 +151,11 @@ void head_backward(const DsaShape& s, const DsaValues& in, std::int64_t token, s
 Values dsa_scores(const DsaShape& s, const DsaValues& in) {
   Values scores(at(s.batch * s.length * s.length), -std::numeric_limits<double>::infinity());
   for (std::int64_t token = 0; token < s.batch * s.length; ++token) {
-    for (std::int64_t p = 0; p <= token % s.length; ++p) {
+    std::int64_t from = 0;
+    for (const std::int32_t start : in.starts) {
+      if (start <= token % s.length) from = start;
+    }
+    for (std::int64_t p = from; p <= token % s.length; ++p) {
       scores[at(token * s.length + p)] = index_score(s, in, token, token / s.length * s.length + p);
     }
   }
@@ -153,8 +165,11 @@ Values dsa_scores(const DsaShape& s, const DsaValues& in) {
 std::vector<std::int32_t> dsa_select(const DsaShape& s, const Values& scores) {
   std::vector<std::int32_t> selected;
   for (std::int64_t token = 0; token < s.batch * s.length; ++token) {
-    std::vector<std::int32_t> order(at(token % s.length + 1));
-    std::iota(order.begin(), order.end(), 0);
+    std::vector<std::int32_t> order;
+    for (std::int64_t p = 0; p < s.length; ++p) {
+      if (scores[at(token * s.length + p)] != -std::numeric_limits<double>::infinity())
+        order.push_back(static_cast<std::int32_t>(p));
+    }
     std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
       return scores[at(token * s.length + a)] > scores[at(token * s.length + b)];
     });
@@ -176,6 +191,19 @@ Values dsa(const DsaShape& s, const DsaValues& in, const std::vector<std::int32_
     }
   }
   return y;
+}
+
+DsaParts dsa_parts(const DsaShape& s, const DsaValues& in, const std::vector<std::int32_t>& selected) {
+  DsaParts parts;
+  for (std::int64_t token = 0; token < s.batch * s.length; ++token) {
+    const auto rows = chosen(s, selected, token);
+    for (std::int64_t h = 0; h < s.heads; ++h) {
+      const Attention attention = attend(s, in, token, h, rows);
+      parts.o.insert(parts.o.end(), attention.o.begin(), attention.o.end());
+      parts.lse.push_back(attention.lse);
+    }
+  }
+  return parts;
 }
 
 double dsa_index_loss(const DsaShape& s, const DsaValues& in, const std::vector<std::int32_t>& selected,

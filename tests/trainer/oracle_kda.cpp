@@ -8,12 +8,27 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
+// The runs of tokens that share a state: batch rows, or packed sequences.
+struct Sequence {
+  std::int64_t first, length;
+};
+std::vector<Sequence> sequences(const KdaShape& s, const KdaValues& in) {
+  std::vector<Sequence> out;
+  if (in.starts.empty()) {
+    for (std::int64_t b = 0; b < s.batch; ++b) out.push_back({b * s.length, s.length});
+  }
+  for (std::size_t i = 0; i + 1 < in.starts.size(); ++i) {
+    out.push_back({in.starts[i], in.starts[i + 1] - in.starts[i]});
+  }
+  return out;
+}
+
 // Where one step of one value head lies in the tensors.
 struct Place {
   std::int64_t key, value, gate, beta;
 };
-Place place(const KdaShape& s, std::int64_t b, std::int64_t t, std::int64_t hv) {
-  const std::int64_t token = b * s.length + t, h = hv / (s.value_heads / s.key_heads);
+Place place(const KdaShape& s, std::int64_t token, std::int64_t hv) {
+  const std::int64_t h = hv / (s.value_heads / s.key_heads);
   return {(token * s.key_heads + h) * s.key_width, (token * s.value_heads + hv) * s.value_width,
           (token * s.value_heads + hv) * s.key_width, token * s.value_heads + hv};
 }
@@ -70,8 +85,9 @@ Moved move(const KdaShape& s, const KdaValues& in, const Place& p, const Step& n
   return out;
 }
 
-Values initial(const KdaShape& s, const Values& from, std::int64_t b, std::int64_t hv) {
-  const std::int64_t size = s.key_width * s.value_width, first = (b * s.value_heads + hv) * size;
+Values initial(const KdaShape& s, const Values& from, std::size_t sequence, std::int64_t hv) {
+  const std::int64_t size = s.key_width * s.value_width,
+                     first = (static_cast<std::int64_t>(sequence) * s.value_heads + hv) * size;
   if (from.empty()) return Values(at(size));
   return {from.begin() + first, from.begin() + first + size};
 }
@@ -132,11 +148,12 @@ void step_backward(const KdaShape& s, const Place& p, std::int64_t hv, const Kda
 KdaResult kda(const KdaShape& s, const KdaValues& in) {
   KdaResult out;
   out.o.resize(in.v.size());
-  for (std::int64_t b = 0; b < s.batch; ++b) {
+  const std::vector<Sequence> all = sequences(s, in);
+  for (std::size_t b = 0; b < all.size(); ++b) {
     for (std::int64_t hv = 0; hv < s.value_heads; ++hv) {
       Values state = initial(s, in.initial_state, b, hv);
-      for (std::int64_t t = 0; t < s.length; ++t) {
-        const Place p = place(s, b, t, hv);
+      for (std::int64_t t = 0; t < all[b].length; ++t) {
+        const Place p = place(s, all[b].first + t, hv);
         const Step now = step(s, in, p, hv);
         state = move(s, in, p, now, state).state;
         for (std::int64_t d = 0; d < s.key_width; ++d) {
@@ -161,16 +178,17 @@ KdaGradients kda_backward(const KdaShape& s, const KdaValues& in, const Values& 
   out.beta.resize(in.beta.size());
   out.a_log.resize(in.a_log.size());
   out.dt_bias.resize(in.dt_bias.size());
-  for (std::int64_t b = 0; b < s.batch; ++b) {
+  const std::vector<Sequence> all = sequences(s, in);
+  for (std::size_t b = 0; b < all.size(); ++b) {
     for (std::int64_t hv = 0; hv < s.value_heads; ++hv) {
       std::vector<Values> before{initial(s, in.initial_state, b, hv)};
-      for (std::int64_t t = 0; t < s.length; ++t) {
-        const Place p = place(s, b, t, hv);
+      for (std::int64_t t = 0; t < all[b].length; ++t) {
+        const Place p = place(s, all[b].first + t, hv);
         before.push_back(move(s, in, p, step(s, in, p, hv), before.back()).state);
       }
       Values d_state = initial(s, d_final_state, b, hv);
-      for (std::int64_t t = s.length - 1; t >= 0; --t) {
-        const Place p = place(s, b, t, hv);
+      for (std::int64_t t = all[b].length - 1; t >= 0; --t) {
+        const Place p = place(s, all[b].first + t, hv);
         const Step now = step(s, in, p, hv);
         step_backward(s, p, hv, in, now, move(s, in, p, now, before[at(t)]), d_o, d_state, out);
       }

@@ -64,5 +64,42 @@ TEST(Config, ShippedFilesAreValid) {
   EXPECT_GT(parse_config(kDefaultConfig, "default").model.hidden, tiny_config().model.hidden);
 }
 
+// Parameters of a shipped preset; declared, not allocated.
+std::int64_t parameters_of(const std::string& preset) {
+  const auto path = terrace::test::source_dir() / "examples/moe_trainer/configs" / (preset + ".toml");
+  const Config config = load_config(path.string());
+  Rig rig({});
+  return Model(rig.session(), config).parameter_count();
+}
+
+TEST(Config, PresetsHaveTheSizesTheyAreNamedFor) {
+  EXPECT_NEAR(static_cast<double>(parameters_of("small")), 300e6, 30e6);
+  EXPECT_GT(parameters_of("slice"), 3'000'000'000);
+  EXPECT_GT(parameters_of("k3-layer"), 29'000'000'000);
+}
+
+TEST(Config, ReadsLists) {
+  const Config config = parse_config("[lora]\nrank = 4\ntargets = [\"kda.q\", \"moe.fc2\"]\n", "x");
+  EXPECT_EQ(config.lora.targets, (std::vector<std::string>{"kda.q", "moe.fc2"}));
+  EXPECT_NE(canonical_text(config).find("lora.targets = kda.q moe.fc2"), std::string::npos);
+  EXPECT_NE(error_of("[lora]\nrank = 4\ntargets = \"kda.q\"\n").find("use a list of names"),
+            std::string::npos);
+  EXPECT_NE(error_of("[lora]\nrank = 4\n").find("go together"), std::string::npos);
+}
+
+TEST(Config, ReadsChoices) {
+  const Config config = parse_config(
+      "[model]\nresidual = \"attnres\"\n[moe]\nbalance = \"quantile\"\n[train]\ncompute = \"bf16\"\n", "x");
+  EXPECT_EQ(config.model.residual, ResidualKind::kAttnRes);
+  EXPECT_EQ(config.moe.balance, Balance::kQuantile);
+  EXPECT_EQ(config.train.compute, Dtype::kBf16);
+  EXPECT_EQ(error_of("[train]\ncompute = \"fp8\"\n"),
+            "model.toml:2:11: train.compute: use \"fp32\" or \"bf16\"");
+  EXPECT_EQ(error_of("[model]\nlayers = 40\nresidual = \"attnres\"\nresidual_block = 2\n"),
+            "model.toml:4:18: model.residual_block: makes 20 blocks of 40 layers; at most 15");
+  EXPECT_EQ(error_of("[moe]\nexperts = 4\ntop_k = 4\nbalance = \"quantile\"\n"),
+            "model.toml:4:11: moe.balance: \"quantile\" needs more experts than moe.top_k");
+}
+
 }  // namespace
 }  // namespace terrace::trainer::test

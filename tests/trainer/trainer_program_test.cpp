@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tests/paths.hpp"
+#include "tests/trainer/model_folders.hpp"
 
 namespace terrace::trainer::test {
 namespace {
@@ -160,6 +161,25 @@ TEST_F(TrainerProgram, ResumesToTheSameLosses) {
   EXPECT_EQ(resumed[0], whole[4]);
   EXPECT_EQ(resumed[1], whole[5]);
   expect_refused(tiny({"--steps", "4", "--resume", file("run.safetensors")}), 2, "--steps");
+}
+
+TEST_F(TrainerProgram, TrainsAPublicModelAndWritesItBack) {
+  make_model_folder(file("model"), small_description("qwen3_moe"));
+  std::ofstream(folder_ / "train.toml") << "[train]\nbatch = 2\nlength = 32\n";
+  const Ended ended =
+      run({"--model", file("model"), "--config", file("train.toml"), "--data", file("text.txt"), "--device",
+           "emulated", "--steps", "2", "--export", file("trained")});
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_NE(ended.out.find("model written to"), std::string::npos) << ended.out;
+  EXPECT_EQ(nlohmann::json::parse(contents(folder_ / "trained/config.json")), small_description("qwen3_moe"));
+  EXPECT_TRUE(fs::exists(folder_ / "trained/model.safetensors"));
+  expect_refused({"--model", file("model"), "--config",
+                  (terrace::test::source_dir() / "examples/moe_trainer/configs/tiny.toml").string(), "--data",
+                  file("text.txt")},
+                 2, "only [train] and [lora] are read");
+  expect_refused(tiny({"--export", file("trained")}), 2, "--model");
+  expect_refused({"parity", file("model"), "--device", "emulated"}, 2, "reference.safetensors");
+  expect_refused({"parity", file("none"), "--json"}, 2, "config.json");
 }
 
 TEST_F(TrainerProgram, AFolderThatIsNotThereIsFoundBeforeTraining) {

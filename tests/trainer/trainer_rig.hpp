@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,6 +55,7 @@ class Rig {
     Config config = small_config();
     std::uint64_t seed = 1;
     std::string text = sample_text(4000);
+    std::string model = {};  // folder of a public model; then only config.train counts
     Bytes capacity = 512_MiB;
     Bytes budget = 256_MiB;
     SwapMode swapcore = SwapMode::kOff;
@@ -72,8 +74,15 @@ class Rig {
     session.compute = stream_;
     try {
       session_ = require(Session::open(*device_, session));
-      trainer_ =
-          std::make_unique<Trainer>(*session_, corpus_, Trainer::Options{options.config, options.seed});
+      Config config = options.config;
+      if (!options.model.empty()) {
+        folder_ = ModelFolder::open(options.model);
+        config = folder_->family().config;
+        config.train = options.config.train;
+      }
+      trainer_ = std::make_unique<Trainer>(
+          *session_, corpus_,
+          Trainer::Options{.config = config, .seed = options.seed, .model = folder_ ? &*folder_ : nullptr});
     } catch (...) {
       close();
       throw;
@@ -121,6 +130,7 @@ class Rig {
   std::unique_ptr<Device> device_;
   Stream stream_;
   Bytes free_at_start_;
+  std::optional<ModelFolder> folder_;
   std::unique_ptr<Session> session_;
   std::unique_ptr<Trainer> trainer_;
 };

@@ -8,10 +8,30 @@ namespace terrace::trainer {
 
 namespace {
 
-Norm declare_norm(const LayerScope& scope, const char* name) {
-  return {
-      .weight = &scope.parameters.declare(vector_of(scope.parameter(name), {scope.config.model.hidden}, 1)),
-      .eps = static_cast<float>(scope.config.model.norm_eps)};
+std::unique_ptr<Mixer> make_mixer(const LayerScope& scope) {
+  switch (scope.config.kind(scope.layer).mixer) {
+    case MixerKind::kKda:
+      return make_kda_mixer(scope);
+    case MixerKind::kDsa:
+      return make_dsa_mixer(scope);
+    case MixerKind::kMla:
+      return make_mla_mixer(scope);
+    case MixerKind::kGqa:
+      break;
+  }
+  return make_gqa_mixer(scope);
+}
+
+std::unique_ptr<Ffn> make_ffn(const LayerScope& scope) {
+  switch (scope.config.kind(scope.layer).ffn) {
+    case FfnKind::kLatentMoe:
+      return make_latent_moe(scope);
+    case FfnKind::kMoe:
+      return make_moe(scope);
+    case FfnKind::kDense:
+      break;
+  }
+  return make_dense(scope);
 }
 
 }  // namespace
@@ -19,52 +39,85 @@ Norm declare_norm(const LayerScope& scope, const char* name) {
 Layer::Layer(const LayerScope& scope)
     : config_(scope.config),
       layer_(scope.layer),
-      mixer_norm_(declare_norm(scope, "mixer_norm")),
-      moe_norm_(declare_norm(scope, "moe_norm")),
-      mixer_(scope.config.is_dsa(scope.layer) ? make_dsa_mixer(scope) : make_kda_mixer(scope)),
-      moe_(scope) {}
+      mixer_norm_(scope.norm("mixer_norm", config_.model.hidden, config_.model.norm_eps)),
+      ffn_norm_(scope.norm("moe_norm", config_.model.hidden, config_.model.norm_eps)),
+      mixer_mix_(ResidualMix::declare(scope.parameters, config_, scope.parameter("mixer_mix."))),
+      ffn_mix_(ResidualMix::declare(scope.parameters, config_, scope.parameter("moe_mix."))),
+      mixer_(make_mixer(scope)),
+      ffn_(make_ffn(scope)) {}
 
-Tensor Layer::forward(const Pass& pass, const Tensor& x, Saved& saved) {
-  if (pass.recompute == Recompute::kFull) {
-    require(pass.session.save(save_key(pass, layer_, SaveSlot::kLayerInput), x.block));
+bool Layer::begins_block() const { return mixer_mix_ && layer_ % config_.model.residual_block == 0; }
+
+void Layer::forward(const Pass& pass, ResidualStream& stream, Saved& saved) {
+  if (begins_block()) stream.parts.push_back(std::exchange(stream.sum, Tensor{}));
+  saved.parts = stream.parts;
+  if (pass.recompute == Recompute::kFull && stream.sum) {
+    require(pass.session.save(save_key(pass, layer_, SaveSlot::kLayerInput), stream.sum.block));
   }
-  return run(pass.in(Phase::kForward), x, saved);
+  stream.sum = run(pass.in(Phase::kForward), stream.sum, saved);
 }
 
 void Layer::recompute(const Pass& pass, Saved& saved) {
-  const SaveKey key = save_key(pass, layer_, SaveSlot::kLayerInput);
-  const Tensor x = Tensor::over(require(pass.session.load(key)), config_.tokens(), config_.model.hidden);
-  (void)run(pass.in(Phase::kRecompute), x, saved);
+  Tensor sum;
+  if (!begins_block()) {
+    const SaveKey key = save_key(pass, layer_, SaveSlot::kLayerInput);
+    sum = Tensor::over(require(pass.session.load(key)), config_.tokens(), config_.model.hidden, pass.compute);
+  }
+  (void)run(pass.in(Phase::kRecompute), sum, saved);
 }
 
-Tensor Layer::run(const Pass& pass, const Tensor& x, Saved& saved) {
-  if (pass.keeps_activations()) saved.x = x;
-  saved.x_normed = mixer_norm_.forward(pass, x);
+// The sum after the layer; in a recompute pass, where backward does not read it, an empty tensor.
+Tensor Layer::run(const Pass& pass, const Tensor& sum, Saved& saved) {
+  saved.x = mixer_mix_ ? mixer_mix_->forward(pass, saved.parts, sum) : sum;
+  saved.x_normed = mixer_norm_.forward(pass, saved.x);
   Mixer::Output mixed = mixer_->forward(pass, saved.x_normed);
   saved.mixer = std::move(mixed.saved);
-  drop_recomputable(pass, saved.x_normed);
-  Tensor h = pass.memory.tensor(x.rows, x.width);
-  pass.ops.run(pass.stream, Add{.count = h.count(), .a = x.data, .b = mixed.y.data, .out = h.data});
+  drop_recomputable(pass, saved.x, saved.x_normed);
+  Tensor middle = mixed.y;
+  if (sum) {
+    middle = pass.tensor(sum.rows, sum.width);
+    pass.ops.run(pass.stream, Add{.count = middle.count(), .a = sum, .b = mixed.y, .out = middle});
+  }
   drop(mixed.y);
-  saved.h_normed = moe_norm_.forward(pass, h);
-  Tensor y = moe_.forward(pass, saved.h_normed, saved.moe);
-  if (y) pass.ops.run(pass.stream, Add{.count = y.count(), .a = h.data, .b = y.data, .out = y.data});
+  saved.h = ffn_mix_ ? ffn_mix_->forward(pass, saved.parts, middle) : middle;
+  saved.h_normed = ffn_norm_.forward(pass, saved.h);
+  Ffn::Output fed = ffn_->forward(pass, saved.h_normed);
+  saved.ffn = std::move(fed.saved);
+  Tensor y = std::move(fed.y);
+  if (y) pass.ops.run(pass.stream, Add{.count = y.count(), .a = middle, .b = y, .out = y});
   if (pass.keeps_activations()) {
-    saved.h = std::move(h);
+    saved.sum = sum;
+    saved.middle_sum = std::move(middle);
   } else {
+    std::vector<Tensor> parts = std::move(saved.parts);
     saved = Saved{};
+    saved.parts = std::move(parts);
   }
   return y;
 }
 
-Tensor Layer::backward(const Pass& pass, Saved saved, Tensor d_y) {
-  Tensor d_h_normed = moe_.backward(pass, saved.h_normed, saved.moe, d_y);
-  Tensor d_h = std::move(d_y);  // both residual paths add up in place
-  moe_norm_.backward(pass, saved.h, d_h_normed, d_h, Accumulate::kAdd);
-  drop(saved.h, saved.h_normed, d_h_normed);
-  const Tensor d_x_normed = mixer_->backward(pass, saved.x_normed, std::move(saved.mixer), d_h);
-  mixer_norm_.backward(pass, saved.x, d_x_normed, d_h, Accumulate::kAdd);
-  return d_h;
+void Layer::backward(const Pass& pass, Saved saved, ResidualStream& d) {
+  Tensor d_h_normed = ffn_->backward(pass, saved.h_normed, std::move(saved.ffn), d.sum);
+  if (ffn_mix_) {
+    const Tensor d_h = pass.tensor(d.sum.rows, d.sum.width);
+    ffn_norm_.backward(pass, saved.h, d_h_normed, d_h);
+    ffn_mix_->backward(pass, saved.parts, saved.middle_sum, d_h, d);
+  } else {
+    ffn_norm_.backward(pass, saved.h, d_h_normed, d.sum, Accumulate::kAdd);  // both paths add up in place
+  }
+  drop(saved.h, saved.h_normed, saved.middle_sum, d_h_normed);
+  const Tensor d_x_normed = mixer_->backward(pass, saved.x_normed, std::move(saved.mixer), d.sum);
+  if (!mixer_mix_) {
+    mixer_norm_.backward(pass, saved.x, d_x_normed, d.sum, Accumulate::kAdd);
+    return;
+  }
+  const Tensor d_x = pass.tensor(d.sum.rows, d.sum.width);
+  mixer_norm_.backward(pass, saved.x, d_x_normed, d_x);
+  if (begins_block()) drop(d.sum);  // the block's sum began here
+  mixer_mix_->backward(pass, saved.parts, saved.sum, d_x, d);
+  if (!begins_block()) return;
+  d.sum = std::move(d.parts.back());  // it was the running sum of the layer before
+  d.parts.pop_back();
 }
 
 }  // namespace terrace::trainer

@@ -17,6 +17,12 @@ void linear_input_gradient(const Pass& pass, const Tensor& d_y, const Parameter&
 // w.gradient += d_y^T x.
 void linear_weight_gradient(const Pass& pass, const Tensor& d_y, const Tensor& x, const Parameter& w);
 
+// The same product in fp32, with the fp32 value of w, whatever type x has. Its gradient, d_y of fp32: adds to
+// w.gradient and to d_x.
+void float_linear(const Pass& pass, const Tensor& x, const Parameter& w, const Tensor& out);
+void float_linear_backward(const Pass& pass, const Tensor& d_y, const Tensor& x, const Parameter& w,
+                           const Tensor& d_x);
+
 // RMSNorm over whole rows, weight (width).
 struct Norm {
   const Parameter* weight = nullptr;

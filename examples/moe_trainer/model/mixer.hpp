@@ -1,26 +1,11 @@
-// The half of a layer that looks at other tokens: KDA or DSA.
+// The half of a layer that looks at other tokens.
 #pragma once
 
 #include <memory>
 
-#include "examples/moe_trainer/model/linear.hpp"
+#include "examples/moe_trainer/model/scope.hpp"
 
 namespace terrace::trainer {
-
-// Shared by everything a layer declares.
-struct LayerScope {
-  Session& session;
-  ParameterGroup& parameters;
-  const Config& config;
-  int layer;
-
-  [[nodiscard]] std::string parameter(const char* name) const {
-    return "layer." + std::to_string(layer) + "." + name;
-  }
-  [[nodiscard]] SiteId site(const char* group, SiteKind kind) const {
-    return declare_site(session, {.layer = layer, .group = group, .kind = kind});
-  }
-};
 
 class Mixer {
  public:
@@ -42,5 +27,8 @@ class Mixer {
 
 [[nodiscard]] std::unique_ptr<Mixer> make_kda_mixer(const LayerScope& scope);
 [[nodiscard]] std::unique_ptr<Mixer> make_dsa_mixer(const LayerScope& scope);
+[[nodiscard]] std::unique_ptr<Mixer> make_gqa_mixer(const LayerScope& scope);
+// With an indexer where the configuration has one.
+[[nodiscard]] std::unique_ptr<Mixer> make_mla_mixer(const LayerScope& scope);
 
 }  // namespace terrace::trainer

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "examples/moe_trainer/failure.hpp"
+
 namespace terrace::trainer {
 
 namespace {
@@ -10,87 +12,152 @@ constexpr double kEmbeddingDeviation = 0.5;
 
 Model::Model(Session& session, const Config& config) : config_(config) {
   const auto group = [&](std::string name) -> ParameterGroup& {
-    return *groups_.emplace_back(std::make_unique<ParameterGroup>(std::move(name)));
+    const Training base = config.lora.rank > 0 ? Training::kNo : Training::kYes;
+    return *groups_.emplace_back(std::make_unique<ParameterGroup>(std::move(name), base));
   };
   const std::int64_t hidden = config.model.hidden;
   embedding_ = &group("embedding")
                     .declare({.name = "embedding",
-                              .shape = {kVocabulary, hidden},
+                              .shape = {config.model.vocabulary, hidden},
                               .init = Init::normal(kEmbeddingDeviation)});
   for (int layer = 0; layer < config.model.layers; ++layer) {
     ParameterGroup& parameters = group("layer." + std::to_string(layer));
-    layers_.push_back(std::make_unique<Layer>(LayerScope{session, parameters, config, layer}));
+    layers_.push_back(std::make_unique<Layer>(LayerScope{session, parameters, maps_, config, layer}));
   }
   ParameterGroup& last = group("head");
   norm_ = {.weight = &last.declare(vector_of("final_norm", {hidden}, 1)),
            .eps = static_cast<float>(config.model.norm_eps)};
-  // Small logits: the first loss is that of a guess, ln 256.
+  mix_ = ResidualMix::declare(last, config, "final_mix.");
+  // Small logits: the first loss is that of a guess, the logarithm of the vocabulary's size.
   head_ = &last.declare({.name = "head",
-                         .shape = {kVocabulary, hidden},
+                         .shape = {config.model.vocabulary, hidden},
                          .init = Init::normal(1.0 / static_cast<double>(hidden))});
+  check_targets();
+}
+
+// A target that no matrix has is a slip of the pen.
+void Model::check_targets() const {
+  for (const std::string& target : config_.lora.targets) {
+    bool found = false;
+    for (const auto& group : groups_) {
+      for (const Parameter& parameter : group->parameters()) {
+        const std::string end = "." + target;
+        found = found || (parameter.down != nullptr && parameter.name.size() > end.size() &&
+                          parameter.name.compare(parameter.name.size() - end.size(), end.size(), end) == 0);
+      }
+    }
+    if (!found) bad_input("lora.targets: no matrix of this model is named \"" + target + "\"");
+  }
 }
 
 void Model::allocate(Session& session, Memory& memory, std::uint64_t seed) {
-  for (const auto& group : groups_) group->allocate(session, memory, seed);
+  for (const auto& group : groups_) {
+    group->allocate(session, memory, {.seed = seed, .compute = config_.train.compute});
+  }
+  maps_.allocate(session, memory);
   for (const auto& layer : layers_) layer->allocate(memory);
 }
 
+void Model::refresh_copies(Ops& ops, Stream stream) const {
+  for (const auto& group : groups_) group->refresh_copies(ops, stream);
+}
+
 Tensor Model::embed(const Pass& pass, const MicroBatch& batch) const {
-  Tensor x = pass.memory.tensor(config_.tokens(), config_.model.hidden);
+  Tensor x = pass.tensor(config_.tokens(), config_.model.hidden);
   pass.ops.run(pass.stream, Embedding{.tokens = x.rows,
                                       .width = x.width,
-                                      .vocabulary = kVocabulary,
+                                      .vocabulary = config_.model.vocabulary,
                                       .ids = batch.ids,
-                                      .table = embedding_->value,
-                                      .out = x.data});
+                                      .table = embedding_->operand(),
+                                      .out = x});
   return x;
 }
 
-// The loss and its gradient in one go; returns the gradient of x, which goes.
-Tensor Model::head(const Pass& pass, const MicroBatch& batch, Tensor x, float* loss_sum) const {
+ResidualStream Model::run_layers(const Pass& pass, const MicroBatch& batch,
+                                 std::vector<Layer::Saved>& saved) const {
+  ResidualStream stream;
+  stream.sum = embed(pass, batch);
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    pass.session.enter_forward(static_cast<int>(i), pass.micro_batch);
+    layers_[i]->forward(pass, stream, saved[i]);
+  }
+  return stream;
+}
+
+// The loss and its gradient in one go; returns the gradients of the stream, which goes.
+ResidualStream Model::head(const Pass& pass, const MicroBatch& batch, ResidualStream stream,
+                           float* loss_sum) const {
+  Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
   Tensor normed = norm_.forward(pass, x);
-  const Tensor d_normed = pass.memory.tensor(x.rows, x.width);
-  pass.ops.run(pass.stream,
-               LinearCrossEntropy{.tokens = x.rows,
-                                  .width = x.width,
-                                  .vocabulary = kVocabulary,
-                                  .hidden = normed.data,
-                                  .weight = head_->value,
-                                  .labels = batch.labels,
-                                  .gradient_scale = 1.0F / static_cast<float>(config_.tokens_per_step()),
-                                  .loss_sum = loss_sum,
-                                  .d_hidden = d_normed.data,
-                                  .d_weight = head_->gradient});
+  const Tensor d_normed = pass.tensor(x.rows, x.width);
+  pass.ops.run(pass.stream, LinearCrossEntropy{.tokens = x.rows,
+                                               .width = x.width,
+                                               .vocabulary = config_.model.vocabulary,
+                                               .hidden = normed,
+                                               .weight = head_->operand(),
+                                               .labels = batch.labels,
+                                               .gradient_scale = 1.0F / static_cast<float>(batch.counted),
+                                               .loss_sum = loss_sum,
+                                               .d_hidden = d_normed,
+                                               .d_weight = head_->gradient});
   drop(normed);
-  Tensor d_x = pass.memory.tensor(x.rows, x.width);
+  ResidualStream d;
+  d.parts.resize(stream.parts.size());
+  const Tensor d_x = pass.tensor(x.rows, x.width);
   norm_.backward(pass, x, d_normed, d_x);
-  return d_x;
+  if (mix_) {
+    mix_->backward(pass, stream.parts, stream.sum, d_x, d);
+  } else {
+    d.sum = d_x;
+  }
+  return d;
 }
 
 void Model::train(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
-  Tensor x = embed(pass, batch);
   std::vector<Layer::Saved> saved(layers_.size());
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    pass.session.enter_forward(static_cast<int>(i), pass.micro_batch);
-    x = layers_[i]->forward(pass, x, saved[i]);
-  }
+  ResidualStream stream = run_layers(pass, batch, saved);
   pass.session.enter_head(pass.micro_batch);
-  Tensor d = head(pass, batch, std::exchange(x, Tensor{}), loss_sum);
+  ResidualStream d = head(pass, batch, std::exchange(stream, {}), loss_sum);
   for (std::size_t i = layers_.size(); i-- > 0;) {
     pass.session.enter_backward(static_cast<int>(i), pass.micro_batch);
     if (pass.recompute == Recompute::kFull) layers_[i]->recompute(pass, saved[i]);
-    d = layers_[i]->backward(pass.in(Phase::kBackward), std::move(saved[i]), std::move(d));
+    layers_[i]->backward(pass.in(Phase::kBackward), std::move(saved[i]), d);
   }
-  pass.ops.run(pass.stream, EmbeddingBackward{.tokens = d.rows,
-                                              .width = d.width,
-                                              .vocabulary = kVocabulary,
+  if (embedding_->gradient == nullptr) return;
+  pass.ops.run(pass.stream, EmbeddingBackward{.tokens = d.sum.rows,
+                                              .width = d.sum.width,
+                                              .vocabulary = config_.model.vocabulary,
                                               .ids = batch.ids,
-                                              .d_out = d.data,
+                                              .d_out = d.sum,
                                               .d_table = embedding_->gradient});
 }
 
+Tensor Model::logits(const Pass& pass, const MicroBatch& batch) {
+  std::vector<Layer::Saved> saved(layers_.size());
+  const ResidualStream stream = run_layers(pass, batch, saved);
+  const Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
+  Tensor out = pass.floats(x.rows, config_.model.vocabulary);
+  linear(pass, norm_.forward(pass, x), *head_, out);
+  return out;
+}
+
 void Model::balance(Ops& ops, Stream stream) const {
-  for (const auto& layer : layers_) layer->moe().balance(ops, stream);
+  for (const auto& layer : layers_) layer->ffn().balance(ops, stream);
+}
+
+std::vector<NamedArray> Model::arrays() const {
+  std::vector<NamedArray> all;
+  for (const auto& group : groups_) {
+    for (const Parameter& parameter : group->parameters()) {
+      all.push_back({parameter.name, parameter.shape, parameter.value, &parameter});
+    }
+  }
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const Tensor* bias = layers_[i]->ffn().router_bias();
+    if (bias == nullptr) continue;
+    all.push_back({"layer." + std::to_string(i) + ".moe.router_bias", {bias->width}, bias->f32(), nullptr});
+  }
+  return all;
 }
 
 std::int64_t Model::parameter_count() const {

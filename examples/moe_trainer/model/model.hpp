@@ -1,8 +1,12 @@
-// The decoder-only language model on bytes: embedding, layers, final norm, cross entropy with an untied head.
+// The decoder-only language model: embedding, layers, final norm, cross entropy with an untied head.
+//
+// In bf16 the residual stream is bf16 too: the layers' saved inputs are half as large, every operator sees
+// one type, and it is what public models are trained with.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "examples/moe_trainer/model/layer.hpp"
@@ -13,7 +17,16 @@ namespace terrace::trainer {
 // A micro-batch on the device, (batch, length) each.
 struct MicroBatch {
   const std::int32_t* ids = nullptr;
-  const std::int32_t* labels = nullptr;
+  const std::int32_t* labels = nullptr;  // of each token, the next one; -100: counts for nothing
+  std::int64_t counted = 0;              // labels that count, in the whole step
+};
+
+// Something a model keeps between steps, on the device.
+struct NamedArray {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  float* value = nullptr;                // null: see Parameter
+  const Parameter* parameter = nullptr;  // null: a router's bias, which has no gradient
 };
 
 class Model {
@@ -21,26 +34,36 @@ class Model {
   Model(Session& session, const Config& config);
   // Reserves and sets every weight. Throws OutOfMemory.
   void allocate(Session& session, Memory& memory, std::uint64_t seed);
+  // Makes what products read that of the fp32 values; after whatever wrote those.
+  void refresh_copies(Ops& ops, Stream stream) const;
 
-  // Forward and backward of one micro-batch: adds to the gradients (of the mean loss over the step's tokens)
-  // and to *loss_sum, the sum over the tokens.
+  // Forward and backward of one micro-batch: adds to the gradients (of the mean loss over the step's counted
+  // labels) and to *loss_sum, the sum over them.
   void train(const Pass& pass, const MicroBatch& batch, float* loss_sum);
+  // (tokens, vocabulary); between the session's begin_step and end_step.
+  [[nodiscard]] Tensor logits(const Pass& pass, const MicroBatch& batch);
   // Moves the routers' biases; once, after a step's micro-batches.
   void balance(Ops& ops, Stream stream) const;
 
   [[nodiscard]] const ParameterGroups& groups() const { return groups_; }
-  [[nodiscard]] const std::vector<std::unique_ptr<Layer>>& layers() const { return layers_; }
+  [[nodiscard]] std::vector<NamedArray> arrays() const;
   [[nodiscard]] std::int64_t parameter_count() const;
 
  private:
+  void check_targets() const;
   [[nodiscard]] Tensor embed(const Pass& pass, const MicroBatch& batch) const;
-  [[nodiscard]] Tensor head(const Pass& pass, const MicroBatch& batch, Tensor x, float* loss_sum) const;
+  [[nodiscard]] ResidualStream run_layers(const Pass& pass, const MicroBatch& batch,
+                                          std::vector<Layer::Saved>& saved) const;
+  [[nodiscard]] ResidualStream head(const Pass& pass, const MicroBatch& batch, ResidualStream stream,
+                                    float* loss_sum) const;
 
   const Config& config_;
+  RowMaps maps_;
   ParameterGroups groups_;
   const Parameter* embedding_ = nullptr;
   const Parameter* head_ = nullptr;
   Norm norm_;
+  std::optional<ResidualMix> mix_;  // before the last norm
   std::vector<std::unique_ptr<Layer>> layers_;
 };
 

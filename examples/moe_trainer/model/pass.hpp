@@ -17,14 +17,25 @@ enum class Phase : std::uint8_t {
   kBackward,
 };
 
+// Chooses the tokens for sparse attention in DsaSelect's place, where that one's rule for equal scores is not
+// the wanted one.
+class TokenChooser {
+ public:
+  virtual ~TokenChooser() = default;
+  // Fills select.selected, in the form that DsaSelect gives it.
+  virtual void choose(const DsaSelect& select) const = 0;
+};
+
 struct Pass {
   Session& session;
   Memory& memory;
   Ops& ops;
   Stream stream;
   Recompute recompute = Recompute::kNone;
+  Dtype compute = Dtype::kF32;  // of activations, the residual stream among them
   Phase phase = Phase::kForward;
   std::uint32_t micro_batch = 0;
+  const TokenChooser* chooser = nullptr;  // null: DsaSelect
 
   // Whether what is computed now stays until backward; otherwise it goes after its last reader in forward.
   [[nodiscard]] bool keeps_activations() const {
@@ -34,6 +45,13 @@ struct Pass {
     Pass pass = *this;
     pass.phase = other;
     return pass;
+  }
+  // Uninitialised; of the type that activations have, and of fp32 whatever they have.
+  [[nodiscard]] Tensor tensor(std::int64_t rows, std::int64_t width) const {
+    return memory.tensor(rows, width, Pool::kActivation, compute);
+  }
+  [[nodiscard]] Tensor floats(std::int64_t rows, std::int64_t width) const {
+    return memory.tensor(rows, width);
   }
 };
 

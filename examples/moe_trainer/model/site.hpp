@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "examples/moe_trainer/model/pass.hpp"
 
@@ -11,25 +12,32 @@ namespace terrace::trainer {
 // Declares `layer.<layer>.<group>`; the same operator of all layers shares the group, and so a measured cost.
 struct SiteName {
   int layer;
-  const char* group;  // "kda.q"
+  std::string group;  // "kda.q"
   SiteKind kind;
 };
 [[nodiscard]] SiteId declare_site(Session& session, const SiteName& name);
 
 enum class Reads : std::uint8_t { kInBackward, kInForwardOnly };
 
-// The output (rows, width) of a site.
+struct SiteShape {
+  std::int64_t rows, width;
+  Dtype dtype;
+};
+
+// The output of a site.
 //   forward    computed; offered to the session if layers are recomputed and backward reads it
 //   recompute  what the session kept, or else computed
 // `compute(out)` launches on the pass's stream and writes all of `out`.
 template <typename Compute>
-[[nodiscard]] Tensor site_output(const Pass& pass, SiteId site, Reads reads, std::int64_t rows,
-                                 std::int64_t width, Compute&& compute) {
+[[nodiscard]] Tensor site_output(const Pass& pass, SiteId site, Reads reads, const SiteShape& shape,
+                                 Compute&& compute) {
   const SiteKey key{site, pass.micro_batch};
   if (pass.phase == Phase::kRecompute) {
-    if (BlockRef kept = pass.session.fetch(key)) return Tensor::over(std::move(kept), rows, width);
+    if (BlockRef kept = pass.session.fetch(key)) {
+      return Tensor::over(std::move(kept), shape.rows, shape.width, shape.dtype);
+    }
   }
-  Tensor out = pass.memory.tensor(rows, width);
+  Tensor out = pass.memory.tensor(shape.rows, shape.width, Pool::kActivation, shape.dtype);
   if (pass.recompute == Recompute::kNone) {
     compute(out);
     return out;
@@ -40,6 +48,13 @@ template <typename Compute>
   }
   if (pass.phase == Phase::kForward && reads == Reads::kInBackward) pass.session.offer(key, out.block);
   return out;
+}
+
+// Of activations.
+template <typename Compute>
+[[nodiscard]] Tensor site_output(const Pass& pass, SiteId site, Reads reads, std::int64_t rows,
+                                 std::int64_t width, Compute&& compute) {
+  return site_output(pass, site, reads, SiteShape{rows, width, pass.compute}, std::forward<Compute>(compute));
 }
 
 }  // namespace terrace::trainer

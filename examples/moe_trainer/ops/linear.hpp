@@ -11,6 +11,7 @@ enum class Accumulate : std::uint8_t { kOverwrite, kAdd };
 enum class Transpose : std::uint8_t { kNo, kYes };
 
 // C (m, n) = op(A) op(B) [+ C]. op(A) is (m, k), op(B) is (k, n); stored transposed where the flag says so.
+// a and b are of one type. C is of that type, or fp32 beside bf16 a and b: the gradient of a weight.
 struct Matmul {
   std::int64_t m, n, k;
   In a;
@@ -20,15 +21,22 @@ struct Matmul {
   Out c;
   Accumulate into = Accumulate::kOverwrite;
 };
+template <typename F>
+void visit_arrays(Matmul& op, F&& visit) {
+  visit(op.a, op.m * op.k);
+  visit(op.b, op.k * op.n);
+  visit(op.c, op.m * op.n, op.into);
+}
 
-// Rows of expert e are offsets[e] .. offsets[e + 1) of a (rows, k) matrix; offsets live on the device and
-// their last is at most `rows`. Rows past the last offset are neither read nor written.
+// Rows of expert e are offsets[e] .. offsets[e + 1) of a (rows, k) matrix; offsets ascend, live on the
+// device, and their last is at most `rows`. Rows past the last offset are neither used nor written: they may
+// hold anything, NaN included.
 struct GroupedMatmul {  // forward: c_r = w_e a_r ; input gradient: a_r = w_e^T c_r
   std::int64_t groups, rows, n, k;
   const std::int32_t* offsets;  // (groups + 1)
-  In a;               // forward: (rows, k); input gradient: (rows, n)
-  In w;               // (groups, n, k)
-  Out c;                     // forward: (rows, n); input gradient: (rows, k)
+  In a;                         // forward: (rows, k); input gradient: (rows, n)
+  In w;                         // (groups, n, k)
+  Out c;                        // forward: (rows, n); input gradient: (rows, k)
   Accumulate into = Accumulate::kOverwrite;
 };
 struct GroupedWeightGradient {  // d_w_e (n, k) [+]= sum over rows r of e: d_c_r a_r^T ; zero for an empty
@@ -40,5 +48,10 @@ struct GroupedWeightGradient {  // d_w_e (n, k) [+]= sum over rows r of e: d_c_r
   float* d_w;
   Accumulate into = Accumulate::kOverwrite;
 };
+template <typename F>
+void visit_arrays(GroupedWeightGradient& op, F&& visit) {
+  visit(op.d_c, op.rows * op.n);
+  visit(op.a, op.rows * op.k);
+}
 
 }  // namespace terrace::trainer

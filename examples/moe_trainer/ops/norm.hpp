@@ -7,14 +7,27 @@
 
 namespace terrace::trainer {
 
-// y = x / rms(x) * w over the last dimension, rms(x) = sqrt(mean x^2 + eps).
+// y = x / rms(x) * w over the last dimension, rms(x) = sqrt(mean x^2 + eps). Any width: a head's q or k is a
+// row of a narrow one. With a residual, x + residual takes x's place: it is written to `sum` (rounded to its
+// type) and normalised. The two come together; sum may be x or residual.
 struct RmsNorm {
   std::int64_t rows, width;
   float eps;
   In x;
   const float* w;
   Out y;
+  In residual = nullptr;
+  Out sum = nullptr;
 };
+template <typename F>
+void visit_arrays(RmsNorm& op, F&& visit) {
+  visit(op.x, op.rows * op.width);
+  visit(op.residual, op.rows * op.width);
+  visit(op.sum, op.rows * op.width);
+  visit(op.y, op.rows * op.width);
+}
+// x is what was normalised: the sum where there was a residual. d_sum is what else reaches it: added to d_x,
+// which may be the same array.
 struct RmsNormBackward {
   std::int64_t rows, width;
   float eps;
@@ -23,8 +36,16 @@ struct RmsNormBackward {
   In d_y;
   Out d_x;
   Accumulate into_d_x = Accumulate::kOverwrite;
-  float* d_w;  // (width), adds
+  float* d_w;  // (width), adds; null: not wanted
+  In d_sum = nullptr;
 };
+template <typename F>
+void visit_arrays(RmsNormBackward& op, F&& visit) {
+  visit(op.x, op.rows * op.width);
+  visit(op.d_y, op.rows * op.width);
+  visit(op.d_sum, op.rows * op.width);
+  visit(op.d_x, op.rows * op.width, op.into_d_x);
+}
 // The KDA output gate: y = rmsnorm(o) * w * sigmoid(gate), norm over each head's `width`.
 struct GatedRmsNorm {
   std::int64_t rows, width;
@@ -34,6 +55,12 @@ struct GatedRmsNorm {
   In gate;  // (rows, width), (width), (rows, width)
   Out y;
 };
+template <typename F>
+void visit_arrays(GatedRmsNorm& op, F&& visit) {
+  visit(op.o, op.rows * op.width);
+  visit(op.gate, op.rows * op.width);
+  visit(op.y, op.rows * op.width);
+}
 struct GatedRmsNormBackward {
   std::int64_t rows, width;
   float eps;
@@ -43,8 +70,16 @@ struct GatedRmsNormBackward {
   In d_y;
   Out d_o;
   Out d_gate;
-  float* d_w;  // adds
+  float* d_w;  // adds; null: not wanted
 };
+template <typename F>
+void visit_arrays(GatedRmsNormBackward& op, F&& visit) {
+  visit(op.o, op.rows * op.width);
+  visit(op.gate, op.rows * op.width);
+  visit(op.d_y, op.rows * op.width);
+  visit(op.d_o, op.rows * op.width);
+  visit(op.d_gate, op.rows * op.width);
+}
 // y = (x - mean) * rsqrt(var + eps) * w + b.
 struct LayerNorm {
   std::int64_t rows, width;
@@ -54,6 +89,11 @@ struct LayerNorm {
   const float* b;
   Out y;
 };
+template <typename F>
+void visit_arrays(LayerNorm& op, F&& visit) {
+  visit(op.x, op.rows * op.width);
+  visit(op.y, op.rows * op.width);
+}
 struct LayerNormBackward {
   std::int64_t rows, width;
   float eps;
@@ -63,7 +103,13 @@ struct LayerNormBackward {
   Out d_x;
   Accumulate into_d_x = Accumulate::kOverwrite;
   float* d_w;
-  float* d_b;  // add
+  float* d_b;  // add; null: not wanted
 };
+template <typename F>
+void visit_arrays(LayerNormBackward& op, F&& visit) {
+  visit(op.x, op.rows * op.width);
+  visit(op.d_y, op.rows * op.width);
+  visit(op.d_x, op.rows * op.width, op.into_d_x);
+}
 
 }  // namespace terrace::trainer

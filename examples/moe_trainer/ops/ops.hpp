@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "examples/moe_trainer/ops/attention.hpp"
+#include "examples/moe_trainer/ops/attnres.hpp"
 #include "examples/moe_trainer/ops/conv.hpp"
 #include "examples/moe_trainer/ops/dsa.hpp"
 #include "examples/moe_trainer/ops/embedding.hpp"
@@ -21,6 +23,7 @@
 #include "examples/moe_trainer/ops/moe.hpp"
 #include "examples/moe_trainer/ops/norm.hpp"
 #include "examples/moe_trainer/ops/optimizer.hpp"
+#include "examples/moe_trainer/ops/rotary.hpp"
 #include "runtime/device.hpp"
 
 namespace terrace::trainer {
@@ -41,10 +44,11 @@ class Ops {
   APPLY(Matmul) APPLY(GroupedWeightGradient) APPLY(RmsNorm) APPLY(RmsNormBackward)                  \
   APPLY(GatedRmsNorm) APPLY(GatedRmsNormBackward) APPLY(LayerNorm) APPLY(LayerNormBackward)         \
   APPLY(CausalConv) APPLY(CausalConvBackward) APPLY(Kda) APPLY(KdaBackward)                         \
-  APPLY(DsaSelect) APPLY(Dsa) APPLY(DsaBackward) APPLY(Router) APPLY(RouterBackward)                \
+  APPLY(DsaSelect) APPLY(Dsa) APPLY(DsaBackward) APPLY(PackIndices) APPLY(UnpackIndices) APPLY(Router) APPLY(RouterBackward)                \
   APPLY(Permute) APPLY(GatherRows) APPLY(SumRows) APPLY(SumRowsBackward)                            \
-  APPLY(SituGlu) APPLY(SituGluBackward) APPLY(BalanceBias) APPLY(Add)                               \
-  APPLY(Embedding) APPLY(EmbeddingBackward) APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW)
+  APPLY(Glu) APPLY(GluBackward) APPLY(GroupedGlu) APPLY(BalanceBias) APPLY(QuantileBias) APPLY(SequenceLoss) APPLY(Add)                    \
+  APPLY(Embedding) APPLY(EmbeddingBackward) APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW) \
+  APPLY(Attention) APPLY(AttentionBackward) APPLY(AttnRes) APPLY(AttnResBackward) APPLY(Rotary) APPLY(Convert)
 // clang-format on
 #define TERRACE_DECLARE_OP(Op) virtual void run(Stream stream, const Op& op) = 0;
   TERRACE_TRAINER_OPS(TERRACE_DECLARE_OP)

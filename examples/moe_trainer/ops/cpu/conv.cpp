@@ -60,16 +60,38 @@ inline void for_taps(const Count& taps, std::int64_t t, Body&& body) {
   }
 }
 
-// One strip of one sequence.
+// One strip of one sequence: where it starts in x and y, how far apart its tokens are there.
 struct Sequence {
-  std::int64_t at, length, stride, channels;
+  std::int64_t x, y, length, x_stride, y_stride, channels;
 };
+template <typename Op>
+Sequence strip_of(const Op& op, std::int64_t token, std::int64_t length, std::int64_t channel) {
+  const std::int64_t x_stride = op.x_stride == 0 ? op.channels : op.x_stride;
+  const std::int64_t y_stride = op.y_stride == 0 ? op.channels : op.y_stride;
+  return {token * x_stride + channel,
+          token * y_stride + channel,
+          length,
+          x_stride,
+          y_stride,
+          std::min(kChannels, op.channels - channel)};
+}
+
+// body(first token, tokens) for each sequence of (B, T).
+template <typename Op, typename Body>
+void for_sequences(const Op& op, Body&& body) {
+  if (!op.packing) {
+    for (std::int64_t b = 0; b < op.batch; ++b) body(b * op.length, op.length);
+    return;
+  }
+  const std::int32_t* starts = op.packing.starts;
+  for (std::int64_t i = 0; i < op.packing.sequences; ++i) body(starts[i], starts[i + 1] - starts[i]);
+}
 
 template <typename Count>
 inline Strip convolve(const float* x, const Sequence& s, std::int64_t t, const Taps& w, const Count& taps) {
   Strip z{};
   for_taps(taps, t, [&](std::int64_t j) {
-    const Strip row = load_strip(x + (t - taps.count() + 1 + j) * s.stride, s.channels);
+    const Strip row = load_strip(x + (t - taps.count() + 1 + j) * s.x_stride, s.channels);
     for (int h = 0; h < 2; ++h) z.half[h] += w[static_cast<std::size_t>(j)].half[h] * row.half[h];
   });
   return z;
@@ -81,10 +103,10 @@ void sequence_backward(const CausalConvBackward& op, const Sequence& s, const Ta
                        Taps& d_w) {
   std::array<Strip, kMaxTaps> ring{};
   const std::int64_t count = taps.count();
-  const float* x = op.x + s.at;
+  const float* x = op.x + s.x;
   for (std::int64_t t = s.length - 1; t >= 0; --t) {
     const Strip z = convolve(x, s, t, w, taps);
-    Strip d_z = load_strip(op.d_y + s.at + t * s.stride, s.channels);
+    Strip d_z = load_strip(op.d_y + s.y + t * s.y_stride, s.channels);
     for (int h = 0; h < 2; ++h) {
       const Vec open = sigmoid(z.half[h]);
       d_z.half[h] *= open * (1.0F + z.half[h] * (1.0F - open));
@@ -95,39 +117,47 @@ void sequence_backward(const CausalConvBackward& op, const Sequence& s, const Ta
       const Strip& later = ring[static_cast<std::size_t>((t + count - 1 - j) % count)];
       for (int h = 0; h < 2; ++h) d_x.half[h] += w[static_cast<std::size_t>(j)].half[h] * later.half[h];
     }
-    store_strip(op.d_x + s.at + t * s.stride, d_x, s.channels);
+    if (op.d_x) store_strip(op.d_x + s.x + t * s.x_stride, d_x, s.channels);
     for_taps(taps, t, [&](std::int64_t j) {
-      const Strip row = load_strip(x + (t - count + 1 + j) * s.stride, s.channels);
+      const Strip row = load_strip(x + (t - count + 1 + j) * s.x_stride, s.channels);
       for (int h = 0; h < 2; ++h) d_w[static_cast<std::size_t>(j)].half[h] += d_z.half[h] * row.half[h];
     });
   }
 }
 
-void check_taps(std::int64_t taps) {
-  if (taps < 1 || taps > kMaxTaps) throw std::runtime_error("causal convolution: taps must be 1 to 16");
+template <typename Op>
+Bytes checked(const Op& op) {
+  if (op.taps < 1 || op.taps > kMaxTaps) throw std::runtime_error("causal convolution: taps must be 1 to 16");
+  if (op.packing && op.batch != 1) {
+    throw std::runtime_error("causal convolution: packed sequences are one batch row");
+  }
+  return {};
 }
 
 }  // namespace
 
 // Called when the operator is enqueued, so a bad shape is reported to the caller.
-Bytes scratch_bytes(const CausalConv& op) { return check_taps(op.taps), Bytes(); }
-Bytes scratch_bytes(const CausalConvBackward& op) { return check_taps(op.taps), Bytes(); }
+Bytes scratch_bytes(const CausalConv& op) { return checked(op); }
+Bytes scratch_bytes(const CausalConvBackward& op) { return checked(op); }
 
+// A task owns a strip of a span of tokens; a sequence that began before the span is read back into.
 void compute(const CausalConv& op, std::byte*) {
   const std::int64_t strips = (op.channels + kChannels - 1) / kChannels;
-  const std::int64_t spans = (op.length + kTimeGrain - 1) / kTimeGrain;
-  parallel_for(strips * op.batch * spans, [&](std::int64_t task, std::int64_t) {
-    const std::int64_t first = task % strips * kChannels, batch = task / strips / spans;
-    const std::int64_t begin = task / strips % spans * kTimeGrain;
-    const std::int64_t channels = std::min(kChannels, op.channels - first);
-    const Taps w = load_taps(op.w + first * op.taps, channels, op.taps);
-    const Sequence s{batch * op.length * op.channels + first, op.length, op.channels, channels};
+  const std::int64_t tokens = op.batch * op.length, spans = (tokens + kTimeGrain - 1) / kTimeGrain;
+  parallel_for(strips * spans, [&](std::int64_t task, std::int64_t) {
+    const std::int64_t channel = task % strips * kChannels, begin = task / strips * kTimeGrain;
+    const std::int64_t end = std::min(tokens, begin + kTimeGrain);
+    const Taps w = load_taps(op.w + channel * op.taps, std::min(kChannels, op.channels - channel), op.taps);
     with_tap_count(op.taps, [&](const auto& taps) {
-      for (std::int64_t t = begin; t < std::min(op.length, begin + kTimeGrain); ++t) {
-        Strip z = convolve(op.x + s.at, s, t, w, taps);
-        for (int h = 0; h < 2; ++h) z.half[h] = silu(z.half[h]);
-        store_strip(op.y + s.at + t * s.stride, z, channels);
-      }
+      for_sequences(op, [&](std::int64_t first, std::int64_t length) {
+        const Sequence s = strip_of(op, first, length, channel);
+        for (std::int64_t t = std::max<std::int64_t>(0, begin - first); t < std::min(length, end - first);
+             ++t) {
+          Strip z = convolve(op.x + s.x, s, t, w, taps);
+          for (int h = 0; h < 2; ++h) z.half[h] = silu(z.half[h]);
+          store_strip(op.y + s.y + t * s.y_stride, z, s.channels);
+        }
+      });
     });
   });
 }
@@ -138,11 +168,11 @@ void compute(const CausalConvBackward& op, std::byte*) {
     const Taps w = load_taps(op.w + first * op.taps, channels, op.taps);
     Taps d_w{};
     with_tap_count(op.taps, [&](const auto& taps) {
-      for (std::int64_t b = 0; b < op.batch; ++b) {
-        const Sequence s{b * op.length * op.channels + first, op.length, op.channels, channels};
-        sequence_backward(op, s, w, taps, d_w);
-      }
+      for_sequences(op, [&](std::int64_t token, std::int64_t length) {
+        sequence_backward(op, strip_of(op, token, length, first), w, taps, d_w);
+      });
     });
+    if (op.d_w == nullptr) return;
     for (std::int64_t c = 0; c < channels; ++c) {
       for (std::int64_t j = 0; j < op.taps; ++j) {
         op.d_w[(first + c) * op.taps + j] += d_w[static_cast<std::size_t>(j)].half[c / 8][c % 8];

@@ -16,7 +16,7 @@ void gather_panel(const Rows& rows, std::int64_t padded, const Selected& chosen,
     const float* row[kLanes];
     for (std::int64_t i = 0; i < kLanes; ++i) {
       const std::int64_t slot = first + half + i;
-      row[i] = slot < chosen.count ? rows.at + chosen.position[slot] * rows.width : nullptr;
+      row[i] = slot < chosen.count ? rows.at + chosen.position[slot] * rows.stride : nullptr;
     }
     for (std::int64_t c = 0; c < padded; c += kLanes) {
       Vec v[kLanes];
@@ -34,7 +34,7 @@ void sum_block(const GatherSum& how, const float* left, const Rows& rows, const 
   Vec acc[4][2] = {};
   const std::int64_t n = rows.width - c;
   for (std::int64_t s = 0; s < chosen.count; ++s) {
-    const float* row = rows.at + chosen.position[s] * rows.width + c;
+    const float* row = rows.at + chosen.position[s] * rows.stride + c;
     const Vec v0 = load_part(row, n), v1 = n > kLanes ? load_part(row + kLanes, n - kLanes) : zero();
     for (int i = 0; i < 4; ++i) {
       const Vec x = splat(left[(head + i) * how.slots + s]);
@@ -49,8 +49,11 @@ void sum_block(const GatherSum& how, const float* left, const Rows& rows, const 
   }
 }
 
-// Turns scores into probabilities in place and returns the sink's.
-float softmax_with_sink(float* a, std::int64_t count, const float* sink) {
+struct Normalised {
+  float p_sink, lse;
+};
+// Turns scores into probabilities in place.
+Normalised softmax_with_sink(float* a, std::int64_t count, const float* sink) {
   Vec top = splat(-std::numeric_limits<float>::infinity());
   std::int64_t s = 0;
   for (; s + kLanes <= count; s += kLanes) top = max(load(a + s), top);
@@ -65,9 +68,9 @@ float softmax_with_sink(float* a, std::int64_t count, const float* sink) {
     store_part(a + s, e, count - s);
   }
   const float at_sink = sink != nullptr ? std::exp(*sink - m) : 0.0F;
-  const float factor = 1.0F / (sum(total) + at_sink);
+  const float all = sum(total) + at_sink, factor = 1.0F / all;
   for (s = 0; s < count; s += kLanes) store_part(a + s, load_part(a + s, count - s) * factor, count - s);
-  return at_sink * factor;
+  return {at_sink * factor, m + std::log(all)};
 }
 
 std::size_t worker_bytes(const DsaSizes& sizes) {
@@ -101,6 +104,11 @@ Selected selected_of(const DsaShape& shape, const std::int32_t* selected, std::i
   return {list, count};
 }
 
+Rows value_rows(const DsaShape& shape, const DsaInputs& in, std::int64_t token) {
+  if (!in.v) return {in.k.f32() + token * shape.key_width, shape.value_width, shape.key_width};
+  return {in.v.f32() + token * shape.value_width, shape.value_width, shape.value_width};
+}
+
 void pad_heads(const PadHeads& how, const float* from, float* to) {
   std::fill_n(to, how.heads * how.padded, 0.0F);
   for (std::int64_t h = 0; h < how.real; ++h)
@@ -128,19 +136,20 @@ void gather_sum(const GatherSum& how, const float* left, const Rows& rows, const
 }
 
 void probabilities(const DsaShape& shape, const DsaSizes& sizes, const DsaInputs& in, std::int64_t token,
-                   const Selected& chosen, const TokenScratch& scratch, float* p, float* p_sink) {
+                   const Selected& chosen, const TokenScratch& scratch, float* p, float* p_sink, float* lse) {
   const std::int64_t sequence = token / shape.length * shape.length;
   pad_heads({shape.heads, sizes.heads, shape.key_width, sizes.key},
             in.q + token * shape.heads * shape.key_width, scratch.q);
   gather_dot({sizes.heads, sizes.key, sizes.slots}, scratch.q,
-             {in.k + sequence * shape.key_width, shape.key_width}, chosen, scratch.panel, p);
+             {in.k + sequence * shape.key_width, shape.key_width, shape.key_width}, chosen, scratch.panel, p);
   for (std::int64_t h = 0; h < shape.heads; ++h) {
     float* row = p + h * sizes.slots;
     for (std::int64_t s = 0; s < chosen.count; s += kLanes) store(row + s, load(row + s) * sizes.scale);
-    const float at_sink =
-        chosen.count == 0 ? 0.0F
-                          : softmax_with_sink(row, chosen.count, in.sink == nullptr ? nullptr : in.sink + h);
-    if (p_sink != nullptr) p_sink[h] = at_sink;
+    const float* sink = in.sink == nullptr ? nullptr : in.sink + h;
+    Normalised result{0.0F, sink == nullptr ? -std::numeric_limits<float>::infinity() : *sink};
+    if (chosen.count > 0) result = softmax_with_sink(row, chosen.count, sink);
+    if (p_sink != nullptr) p_sink[h] = result.p_sink;
+    if (lse != nullptr) lse[h] = result.lse;
   }
 }
 
@@ -161,12 +170,13 @@ void compute(const Dsa& op, std::byte* scratch) {
     auto* p = cursor.take<float>(sizes.heads * sizes.slots);
     for (std::int64_t token = task * kTokens; token < std::min(tokens, (task + 1) * kTokens); ++token) {
       const Selected chosen = selected_of(shape, op.selected, token);
-      probabilities(shape, sizes, op.in, token, chosen, work, p, nullptr);
+      probabilities(shape, sizes, op.in, token, chosen, work, p, nullptr,
+                    op.lse == nullptr ? nullptr : op.lse + token * shape.heads);
       float* y = op.y + token * row;
       const std::int64_t sequence = token / shape.length * shape.length;
-      gather_sum({shape.heads, sizes.slots}, p, {op.in.v + sequence * shape.value_width, shape.value_width},
-                 chosen, y);
-      if (op.in.gate == nullptr) continue;
+      gather_sum({shape.heads, sizes.slots}, p, value_rows(shape, op.in, sequence), chosen, y);
+      if (op.attention) std::copy_n(y, row, op.attention.f32() + token * row);
+      if (!op.in.gate) continue;
       for (std::int64_t i = 0; i < row; i += kLanes) {
         store_part(y + i,
                    load_part(y + i, row - i) * sigmoid(load_part(op.in.gate + token * row + i, row - i)),

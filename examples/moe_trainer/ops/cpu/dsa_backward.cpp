@@ -63,9 +63,9 @@ void through_output_gate(const DsaBackward& op, const DsaSizes& sizes, std::int6
       const std::int64_t n = shape.value_width - i;
       const Vec value = load_part(o + h * shape.value_width + i, n);
       Vec d = load_part(op.d_y + at + i, n);
-      if (op.in.gate != nullptr) {
+      if (op.in.gate) {
         const Vec open = sigmoid(load_part(op.in.gate + at + i, n));
-        store_part(op.d_gate + at + i, d * value * open * (1.0F - open), n);
+        if (op.d_gate) store_part(op.d_gate + at + i, d * value * open * (1.0F - open), n);
         d *= open;
       }
       store_part(d_o + h * sizes.value + i, d, n);
@@ -80,9 +80,9 @@ void token_backward(const DsaBackward& op, const DsaSizes& sizes, std::int64_t t
   const DsaShape& shape = op.shape;
   const Selected chosen = selected_of(shape, op.selected, token);
   const std::int64_t sequence = token / shape.length * shape.length;
-  const Rows keys{op.in.k + sequence * shape.key_width, shape.key_width};
-  const Rows values{op.in.v + sequence * shape.value_width, shape.value_width};
-  probabilities(shape, sizes, op.in, token, chosen, work, record.p, record.p_sink);
+  const Rows keys{op.in.k + sequence * shape.key_width, shape.key_width, shape.key_width};
+  const Rows values = value_rows(shape, op.in, sequence);
+  probabilities(shape, sizes, op.in, token, chosen, work, record.p, record.p_sink, nullptr);
   gather_sum({shape.heads, sizes.slots}, record.p, values, chosen, work.o);
   std::fill_n(record.d_o, sizes.heads * sizes.value, 0.0F);
   float* delta = work.q;  // the query is not needed any more
@@ -123,9 +123,7 @@ struct KeyRange {
   std::int64_t sequence, begin, end;  // positions inside the sequence
 };
 
-bool wants_index(const DsaBackward& op) {
-  return op.d_index_q != nullptr && op.d_index_k != nullptr && op.d_index_w != nullptr;
-}
+bool wants_index(const DsaBackward& op) { return op.d_index_q && op.d_index_k && op.d_index_w; }
 
 // Adds what one token says of the keys in a range.
 void add_to_keys(const DsaBackward& op, const DsaSizes& sizes, std::int64_t token, const KeyRange& range,
@@ -140,7 +138,7 @@ void add_to_keys(const DsaBackward& op, const DsaSizes& sizes, std::int64_t toke
     add_heads({shape.heads, sizes.slots, shape.key_width, shape.key_width}, record.d_a + slot,
               op.in.q + token * shape.heads * shape.key_width, op.d_k + key * shape.key_width);
     add_heads({shape.heads, sizes.slots, shape.value_width, sizes.value}, record.p + slot, record.d_o,
-              op.d_v + key * shape.value_width);
+              op.d_v ? op.d_v + key * shape.value_width : op.d_k + key * shape.key_width);
     if (!wants_index(op)) continue;
     add_heads({shape.index_heads, sizes.slots, shape.index_width, shape.index_width},
               record.d_products + slot, op.in.index_q + token * index_row,
@@ -168,7 +166,7 @@ void reduce_over_keys(const DsaBackward& op, const Layout& layout, std::int64_t 
 void zero_key_gradients(const DsaBackward& op) {
   const std::int64_t tokens = op.shape.batch * op.shape.length;
   std::fill_n(op.d_k.f32(), tokens * op.shape.key_width, 0.0F);
-  std::fill_n(op.d_v.f32(), tokens * op.shape.value_width, 0.0F);
+  if (op.d_v) std::fill_n(op.d_v.f32(), tokens * op.shape.value_width, 0.0F);
   if (wants_index(op)) std::fill_n(op.d_index_k.f32(), tokens * op.shape.index_width, 0.0F);
 }
 

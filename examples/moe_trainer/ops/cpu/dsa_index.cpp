@@ -55,7 +55,8 @@ float index_backward(const DsaBackward& op, const DsaSizes& sizes, std::int64_t 
                      const float* p, const IndexScratch& work, float* panel, float* d_products) {
   const DsaShape& shape = op.shape;
   const std::int64_t row = shape.index_heads * shape.index_width, slots = sizes.slots;
-  const Rows keys{op.in.index_k + token / shape.length * shape.length * shape.index_width, shape.index_width};
+  const Rows keys{op.in.index_k + token / shape.length * shape.length * shape.index_width, shape.index_width,
+                  shape.index_width};
   const float* weight = op.in.index_w + token * shape.index_heads;
   pad_heads({shape.index_heads, sizes.index_heads, shape.index_width, sizes.index},
             op.in.index_q + token * row, work.q);

@@ -38,25 +38,35 @@ std::size_t workspace_bytes(const DsaShape& shape, const DsaSizes& sizes) {
 void make_panels(const DsaSelect& op, const DsaSizes& sizes, float* panels) {
   const DsaShape& shape = op.shape;
   const std::int64_t each = panels_of(shape);
+  const float* keys = op.in.index_k;
   parallel_for(shape.batch * each, [&](std::int64_t index, std::int64_t) {
     float* panel = panels + index * sizes.index * kPanel;
     std::fill_n(panel, sizes.index * kPanel, 0.0F);
     const std::int64_t first = index % each * kPanel;
     for (std::int64_t i = 0; i < std::min(kPanel, shape.length - first); ++i) {
-      const float* key = op.in.index_k + (index / each * shape.length + first + i) * shape.index_width;
+      const float* key = keys + (index / each * shape.length + first + i) * shape.index_width;
       for (std::int64_t d = 0; d < shape.index_width; ++d) panel[d * kPanel + i] = key[d];
     }
   });
 }
 
+// The position at which the sequence of position t starts.
+std::int64_t sequence_start(const Packing& packing, std::int64_t t) {
+  if (!packing) return 0;
+  const std::int32_t* end = packing.starts + packing.sequences + 1;
+  return *(std::upper_bound(packing.starts, end, static_cast<std::int32_t>(t)) - 1);
+}
+
+// Positions from `from`, rounded down to a panel, to t.
 void score_positions(const DsaSelect& op, const DsaSizes& sizes, const float* panels, std::int64_t token,
-                     const Workspace& work) {
+                     std::int64_t from, const Workspace& work) {
   const DsaShape& shape = op.shape;
   const std::int64_t t = token % shape.length;
-  pad_heads({shape.index_heads, sizes.index_heads, shape.index_width, sizes.index},
-            op.in.index_q + token * shape.index_heads * shape.index_width, work.q);
+  const float* index_q = op.in.index_q;
   const float* weight = op.in.index_w + token * shape.index_heads;
-  for (std::int64_t first = 0; first <= t; first += kPanel) {
+  pad_heads({shape.index_heads, sizes.index_heads, shape.index_width, sizes.index},
+            index_q + token * shape.index_heads * shape.index_width, work.q);
+  for (std::int64_t first = from / kPanel * kPanel; first <= t; first += kPanel) {
     const float* panel =
         panels + (token / shape.length * panels_of(shape) + first / kPanel) * sizes.index * kPanel;
     multiply<Into::kSet>({sizes.index_heads, kPanel, sizes.index}, {work.q, sizes.index, 1}, {panel, kPanel},
@@ -71,15 +81,21 @@ void score_positions(const DsaSelect& op, const DsaSizes& sizes, const float* pa
   }
 }
 
-// The k best of positions 0 .. t, ascending: all above the k-th best score, then the first that equal it.
-void choose(std::int64_t t, std::int64_t k, const Workspace& work, std::int32_t* out) {
-  for (std::int64_t s = 0; s <= t; ++s) work.order[s] = order_of(work.scores[s]);
-  std::nth_element(work.order, work.order + (k - 1), work.order + t + 1, std::greater<>());
+// Positions begin .. end.
+struct Candidates {
+  std::int64_t begin, end;
+};
+
+// The k best candidates, ascending: all above the k-th best score, then the first that equal it.
+void choose(const Candidates& among, std::int64_t k, const Workspace& work, std::int32_t* out) {
+  const std::int64_t count = among.end - among.begin;
+  for (std::int64_t i = 0; i < count; ++i) work.order[i] = order_of(work.scores[among.begin + i]);
+  std::nth_element(work.order, work.order + (k - 1), work.order + count, std::greater<>());
   const std::int32_t bar = work.order[k - 1];
   std::int64_t above = 0;
-  for (std::int64_t s = 0; s <= t; ++s) above += order_of(work.scores[s]) > bar ? 1 : 0;
+  for (std::int64_t s = among.begin; s < among.end; ++s) above += order_of(work.scores[s]) > bar ? 1 : 0;
   std::int64_t ties = k - above;
-  for (std::int64_t s = 0; s <= t; ++s) {
+  for (std::int64_t s = among.begin; s < among.end; ++s) {
     const std::int32_t order = order_of(work.scores[s]);
     if (order > bar || (order == bar && ties-- > 0)) *out++ = static_cast<std::int32_t>(s);
   }
@@ -88,18 +104,19 @@ void choose(std::int64_t t, std::int64_t k, const Workspace& work, std::int32_t*
 void select_token(const DsaSelect& op, const DsaSizes& sizes, const float* panels, std::int64_t token,
                   const Workspace& work) {
   const std::int64_t length = op.shape.length, t = token % length, slots = op.shape.slots();
+  const std::int64_t from = sequence_start(op.shape.packing, t), count = t + 1 - from;
   std::int32_t* out = op.selected + token * slots;
-  const bool all = t + 1 <= slots;
-  if (!all || op.scores != nullptr) score_positions(op, sizes, panels, token, work);
+  const bool all = count <= slots;
+  if (!all || op.scores != nullptr) score_positions(op, sizes, panels, token, from, work);
   if (op.scores != nullptr) {
     float* row = op.scores + token * length;
-    std::copy_n(work.scores, t + 1, row);
-    std::fill_n(row + t + 1, length - t - 1, -std::numeric_limits<float>::infinity());
+    std::fill_n(row, length, -std::numeric_limits<float>::infinity());
+    std::copy_n(work.scores + from, count, row + from);
   }
   if (all) {
-    for (std::int64_t s = 0; s < slots; ++s) out[s] = s <= t ? static_cast<std::int32_t>(s) : -1;
+    for (std::int64_t s = 0; s < slots; ++s) out[s] = s < count ? static_cast<std::int32_t>(from + s) : -1;
   } else {
-    choose(t, slots, work, out);
+    choose({from, t + 1}, slots, work, out);
   }
 }
 

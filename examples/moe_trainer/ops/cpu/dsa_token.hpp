@@ -29,8 +29,11 @@ struct Selected {
 
 struct Rows {
   const float* at;
-  std::int64_t width;
+  std::int64_t width, stride;
 };
+// The rows that are values: those of v, or the first numbers of the key rows. `token` is the first of its
+// batch row.
+[[nodiscard]] Rows value_rows(const DsaShape& shape, const DsaInputs& in, std::int64_t token);
 
 // to (heads, padded) from (real heads, width), the rest zeros.
 struct PadHeads {
@@ -52,12 +55,12 @@ struct GatherSum {
 void gather_sum(const GatherSum& how, const float* left, const Rows& rows, const Selected& chosen,
                 float* out);
 
-// Attention probabilities of one token, p (heads, slots); p_sink (heads) where there is a sink.
+// Attention probabilities of one token, p (heads, slots); p_sink and lse (heads), where given.
 struct TokenScratch {
   TokenScratch(const DsaSizes& sizes, ScratchCursor& cursor);
   float *q, *panel, *o;  // padded query; one panel of the widest kind; attention before the gate (H, DV)
 };
 void probabilities(const DsaShape& shape, const DsaSizes& sizes, const DsaInputs& in, std::int64_t token,
-                   const Selected& chosen, const TokenScratch& scratch, float* p, float* p_sink);
+                   const Selected& chosen, const TokenScratch& scratch, float* p, float* p_sink, float* lse);
 
 }  // namespace terrace::trainer::cpu

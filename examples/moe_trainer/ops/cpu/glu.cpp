@@ -1,5 +1,8 @@
-// SiTU-GLU: y = a(g) b(u), a = 4 tanh(g / 4) sigmoid(g), b = 25 tanh(u / 25); and the plain sum of two
-// tensors.
+// The gated activations, their gradients, and the activation behind a grouped product. fp32 and bf16 rows
+// with a stride are read and written where they lie: two halves of one array overlap as ranges, which
+// stand-ins in fp32 could not serve.
+#include <algorithm>
+
 #include "examples/moe_trainer/ops/cpu/kernels.hpp"
 #include "examples/moe_trainer/ops/cpu/parallel.hpp"
 #include "examples/moe_trainer/ops/cpu/vec_math.hpp"
@@ -9,38 +12,87 @@ namespace {
 
 constexpr std::int64_t kGrain = 16384;
 
+// body(row, column, how many columns are left)
 template <typename Body>
-void for_vectors(std::int64_t count, Body&& body) {
-  parallel_ranges(count, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; i += kLanes) body(i, end - i);
+void for_row_vectors(std::int64_t rows, std::int64_t width, Body&& body) {
+  const std::int64_t grain = std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, width));
+  parallel_ranges(rows, grain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      for (std::int64_t i = 0; i < width; i += kLanes) body(row, i, width - i);
+    }
   });
+}
+
+Vec load_at(In array, std::int64_t at, std::int64_t count) {
+  if (array.dtype() == Dtype::kF32) return load_part(array.as<float>() + at, count);
+  Vec v{};
+  for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) v[i] = to_float(array.as<Bf16>()[at + i]);
+  return v;
+}
+void store_at(Out array, std::int64_t at, Vec v, std::int64_t count) {
+  if (array.dtype() == Dtype::kF32) return store_part(array.as<float>() + at, v, count);
+  for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) array.as<Bf16>()[at + i] = to_bf16(v[i]);
+}
+
+struct Factors {  // y = gate * up, and the slopes of each
+  Vec gate, up, gate_slope, up_slope;
+};
+Factors factors(GluActivation activation, Vec g, Vec u) {
+  const Vec s = sigmoid(g);
+  if (activation == GluActivation::kSwi) return {g * s, u, s + g * s * (1.0F - s), splat(1.0F)};
+  const Vec tg = tanh(g * 0.25F), tu = tanh(u * 0.04F);
+  return {4.0F * tg * s, 25.0F * tu, s * (1.0F - tg * tg) + 4.0F * tg * s * (1.0F - s), 1.0F - tu * tu};
 }
 
 }  // namespace
 
-void compute(const SituGlu& op, std::byte*) {
-  for_vectors(op.count, [&](std::int64_t i, std::int64_t n) {
-    const Vec g = load_part(op.g + i, n), u = load_part(op.u + i, n);
-    store_part(op.y + i, 4.0F * tanh(g * 0.25F) * sigmoid(g) * (25.0F * tanh(u * 0.04F)), n);
+void compute(const Glu& op, std::byte*) {
+  for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
+    const Factors f = factors(op.activation, load_at(op.g, row * op.g_stride + i, n),
+                              load_at(op.u, row * op.u_stride + i, n));
+    store_at(op.y, row * op.width + i, f.gate * f.up, n);
   });
 }
 
-void compute(const SituGluBackward& op, std::byte*) {
-  for_vectors(op.count, [&](std::int64_t i, std::int64_t n) {
-    const Vec g = load_part(op.g + i, n), u = load_part(op.u + i, n), d_y = load_part(op.d_y + i, n);
-    const Vec tg = tanh(g * 0.25F), s = sigmoid(g), tu = tanh(u * 0.04F);
-    const Vec d_a = s * (1.0F - tg * tg) + 4.0F * tg * s * (1.0F - s);
-    const Vec d_b = 1.0F - tu * tu;
-    store_part(op.d_g + i, d_y * (25.0F * tu) * d_a, n);
-    store_part(op.d_u + i, d_y * (4.0F * tg * s) * d_b, n);
-    if (op.y != nullptr) store_part(op.y + i, 4.0F * tg * s * (25.0F * tu), n);
+void compute(const GluBackward& op, std::byte*) {
+  for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
+    const Factors f = factors(op.activation, load_at(op.g, row * op.g_stride + i, n),
+                              load_at(op.u, row * op.u_stride + i, n));
+    const Vec d_y = load_at(op.d_y, row * op.width + i, n);
+    store_at(op.d_g, row * op.d_g_stride + i, d_y * f.up * f.gate_slope, n);
+    store_at(op.d_u, row * op.d_u_stride + i, d_y * f.gate * f.up_slope, n);
+    if (op.y) store_at(op.y, row * op.width + i, f.gate * f.up, n);
   });
 }
 
-void compute(const Add& op, std::byte*) {
-  for_vectors(op.count, [&](std::int64_t i, std::int64_t n) {
-    store_part(op.out + i, load_part(op.a + i, n) + load_part(op.b + i, n), n);
-  });
+// Where gu is not wanted, scratch holds it.
+Bytes scratch_bytes(const GroupedGlu& op) {
+  if (op.gu) return Bytes();
+  return Bytes(static_cast<std::uint64_t>(op.rows * 2 * op.n) * sizeof(float));
+}
+
+void compute(const GroupedGlu& op, std::byte* scratch) {
+  float* gu = op.gu ? op.gu.f32() : reinterpret_cast<float*>(scratch);
+  compute(GroupedMatmul{.groups = op.groups,
+                        .rows = op.rows,
+                        .n = 2 * op.n,
+                        .k = op.k,
+                        .offsets = op.offsets,
+                        .a = op.a,
+                        .w = op.w,
+                        .c = gu},
+          GroupedPass::kForward);
+  const std::int64_t first = op.offsets[0];
+  const float* rows = gu + first * 2 * op.n;
+  compute(Glu{.rows = op.offsets[op.groups] - first,
+              .width = op.n,
+              .activation = op.activation,
+              .g = rows,
+              .g_stride = 2 * op.n,
+              .u = rows + op.n,
+              .u_stride = 2 * op.n,
+              .y = op.y.f32() + first * op.n},
+          nullptr);
 }
 
 }  // namespace terrace::trainer::cpu

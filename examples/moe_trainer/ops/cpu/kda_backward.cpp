@@ -73,7 +73,7 @@ void save_states(const KdaBackward& op, const KdaSizes& sizes, const KdaHead& he
   const std::int64_t size = sizes.key * sizes.value;
   const float* initial = op.in.initial_state;
   load_state(op.shape, sizes, initial == nullptr ? nullptr : initial + head.state_at, work.saved);
-  for (std::int64_t n = 0; n + 1 < sizes.chunks; ++n) {
+  for (std::int64_t n = 0; n + 1 < head.chunks; ++n) {
     float* next = work.saved + (n + 1) * size;
     load_chunk(op.shape, sizes, op.in, head, n * kRows, work.chunk);
     residual(sizes, work.chunk, work.saved + n * size, work.vn);
@@ -261,7 +261,7 @@ void head_backward(const KdaBackward& op, const KdaSizes& sizes, const KdaHead& 
   save_states(op, sizes, head, work);
   load_state(shape, sizes, op.d_final_state == nullptr ? nullptr : op.d_final_state + head.state_at,
              work.d_state);
-  for (std::int64_t n = sizes.chunks - 1; n >= 0; --n) {
+  for (std::int64_t n = head.chunks - 1; n >= 0; --n) {
     const std::int64_t first = n * kRows;
     const float* state = work.saved + n * sizes.key * sizes.value;
     load_chunk(shape, sizes, op.in, head, first, work.chunk);
@@ -286,7 +286,7 @@ struct Partials {
   double* d_a;
 };
 Partials take_partials(const KdaShape& shape, ScratchCursor& cursor) {
-  const std::int64_t heads = shape.batch * shape.value_heads;
+  const std::int64_t heads = shape.sequences() * shape.value_heads;
   return {cursor.take<float>(heads * shape.key_width), cursor.take<double>(heads)};
 }
 
@@ -307,22 +307,22 @@ void compute(const KdaBackward& op, std::byte* scratch) {
   const Partials partials = take_partials(shape, partials_cursor);
   std::byte* workspaces = scratch + partials_cursor.used().count();
   const std::int64_t group = shape.value_heads / shape.key_heads;
-  std::fill_n(partials.d_dt, shape.batch * shape.value_heads * shape.key_width, 0.0F);
+  std::fill_n(partials.d_dt, shape.sequences() * shape.value_heads * shape.key_width, 0.0F);
 
-  parallel_for(shape.batch * shape.key_heads, [&](std::int64_t task, std::int64_t worker) {
+  parallel_for(shape.sequences() * shape.key_heads, [&](std::int64_t task, std::int64_t worker) {
     ScratchCursor cursor(workspaces + static_cast<std::size_t>(worker) * stride);
     Workspace work(sizes, cursor);
-    const std::int64_t batch = task / shape.key_heads;
+    const std::int64_t sequence = task / shape.key_heads;
     for (std::int64_t member = 0; member < group; ++member) {
-      const KdaHead head(shape, op.in, batch, task % shape.key_heads * group + member);
-      const std::int64_t slot = batch * shape.value_heads + head.value_head;
+      const KdaHead head(shape, op.in, {sequence, task % shape.key_heads * group + member});
+      const std::int64_t slot = sequence * shape.value_heads + head.value_head;
       HeadSums sums{.d_dt = partials.d_dt + slot * shape.key_width};
       head_backward(op, sizes, head, member == 0 ? Accumulate::kOverwrite : Accumulate::kAdd, work, sums);
       partials.d_a[slot] = sums.d_a;
     }
   });
 
-  for (std::int64_t slot = 0; slot < shape.batch * shape.value_heads; ++slot) {
+  for (std::int64_t slot = 0; slot < shape.sequences() * shape.value_heads; ++slot) {
     const std::int64_t head = slot % shape.value_heads;
     axpy(1.0F, partials.d_dt + slot * shape.key_width, op.d_dt_bias + head * shape.key_width,
          shape.key_width);

@@ -134,19 +134,20 @@ KdaSizes::KdaSizes(const KdaShape& shape)
       value(round_up_to(shape.value_width, 16)),
       scale(shape.scale != 0 ? shape.scale : 1.0F / std::sqrt(static_cast<float>(shape.key_width))) {}
 
-KdaHead::KdaHead(const KdaShape& shape, const KdaInputs& in, std::int64_t batch, std::int64_t value_head)
-    : batch(batch),
-      value_head(value_head),
+KdaHead::KdaHead(const KdaShape& shape, const KdaInputs& in, const KdaTask& task)
+    : value_head(task.value_head),
+      first_token(shape.packing ? shape.packing.starts[task.sequence] : task.sequence * shape.length),
+      length(shape.packing ? shape.packing.starts[task.sequence + 1] - first_token : shape.length),
+      chunks((length + kRows - 1) / kRows),
       key_stride(shape.key_heads * shape.key_width),
       value_stride(shape.value_heads * shape.value_width),
       gate_stride(shape.value_heads * shape.key_width),
       beta_stride(shape.value_heads),
-      key_at(batch * shape.length * key_stride +
-             value_head / (shape.value_heads / shape.key_heads) * shape.key_width),
-      value_at(batch * shape.length * value_stride + value_head * shape.value_width),
-      gate_at(batch * shape.length * gate_stride + value_head * shape.key_width),
-      beta_at(batch * shape.length * beta_stride + value_head),
-      state_at((batch * shape.value_heads + value_head) * shape.key_width * shape.value_width),
+      key_at(first_token * key_stride + value_head / (shape.value_heads / shape.key_heads) * shape.key_width),
+      value_at(first_token * value_stride + value_head * shape.value_width),
+      gate_at(first_token * gate_stride + value_head * shape.key_width),
+      beta_at(first_token * beta_stride + value_head),
+      state_at((task.sequence * shape.value_heads + value_head) * shape.key_width * shape.value_width),
       a(std::exp(in.a_log[value_head])),
       dt_bias(in.dt_bias + value_head * shape.key_width) {}
 
@@ -173,7 +174,7 @@ void load_tile(const Tile& tile, const float* from, float* to) {
 
 void load_chunk(const KdaShape& shape, const KdaSizes& sizes, const KdaInputs& in, const KdaHead& head,
                 std::int64_t first, KdaChunk& chunk) {
-  chunk.rows = std::min(kRows, shape.length - first);
+  chunk.rows = std::min(kRows, head.length - first);
   const Tile keys{chunk.rows, shape.key_width, head.key_stride, sizes.key};
   load_tile(keys, in.q + head.key_at + first * head.key_stride, chunk.q);
   load_tile(keys, in.k + head.key_at + first * head.key_stride, chunk.k);

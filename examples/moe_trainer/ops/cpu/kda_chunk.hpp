@@ -15,14 +15,19 @@ inline constexpr std::int64_t kChunkRows = 16;
 
 struct KdaSizes {
   explicit KdaSizes(const KdaShape& shape);
-  std::int64_t chunks, key, value;  // key and value: padded widths
+  std::int64_t chunks, key, value;  // of the longest sequence there can be; padded widths
   float scale;
 };
 
+// Which value head of which sequence; a sequence is a batch row where nothing is packed.
+struct KdaTask {
+  std::int64_t sequence, value_head;
+};
 // One value head of one sequence: pointers to its first token, distances between tokens.
 struct KdaHead {
-  KdaHead(const KdaShape& shape, const KdaInputs& in, std::int64_t batch, std::int64_t value_head);
-  std::int64_t batch, value_head;
+  KdaHead(const KdaShape& shape, const KdaInputs& in, const KdaTask& task);
+  std::int64_t value_head;
+  std::int64_t first_token, length, chunks;  // of the sequence
   std::int64_t key_stride, value_stride, gate_stride, beta_stride;
   std::int64_t key_at, value_at, gate_at, beta_at, state_at;  // offsets into the tensors
   float a;                                                    // e^A

@@ -25,7 +25,7 @@ void head_forward(const Kda& op, const KdaSizes& sizes, const KdaHead& head, Wor
   const KdaShape& shape = op.shape;
   const float* initial = op.in.initial_state;
   load_state(shape, sizes, initial == nullptr ? nullptr : initial + head.state_at, work.state);
-  for (std::int64_t n = 0; n < sizes.chunks; ++n) {
+  for (std::int64_t n = 0; n < head.chunks; ++n) {
     const std::int64_t first = n * kChunkRows;
     load_chunk(shape, sizes, op.in, head, first, work.chunk);
     residual(sizes, work.chunk, work.state, work.vn);
@@ -51,10 +51,10 @@ Bytes scratch_bytes(const Kda& op) {
 void compute(const Kda& op, std::byte* scratch) {
   const KdaSizes sizes(op.shape);
   const std::size_t stride = workspace_bytes(sizes);
-  parallel_for(op.shape.batch * op.shape.value_heads, [&](std::int64_t task, std::int64_t worker) {
+  parallel_for(op.shape.sequences() * op.shape.value_heads, [&](std::int64_t task, std::int64_t worker) {
     ScratchCursor cursor(scratch + static_cast<std::size_t>(worker) * stride);
     Workspace work(sizes, cursor);
-    const KdaHead head(op.shape, op.in, task / op.shape.value_heads, task % op.shape.value_heads);
+    const KdaHead head(op.shape, op.in, {task / op.shape.value_heads, task % op.shape.value_heads});
     head_forward(op, sizes, head, work);
   });
 }

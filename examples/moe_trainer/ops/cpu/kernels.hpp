@@ -22,6 +22,8 @@ template <typename Op>
 [[nodiscard]] constexpr Bytes scratch_bytes(const Op&) {
   return Bytes();
 }
+[[nodiscard]] Bytes scratch_bytes(const Attention& op);
+[[nodiscard]] Bytes scratch_bytes(const AttentionBackward& op);
 [[nodiscard]] Bytes scratch_bytes(const RmsNormBackward& op);
 [[nodiscard]] Bytes scratch_bytes(const GatedRmsNormBackward& op);
 [[nodiscard]] Bytes scratch_bytes(const LayerNormBackward& op);
@@ -32,9 +34,21 @@ template <typename Op>
 [[nodiscard]] Bytes scratch_bytes(const DsaSelect& op);
 [[nodiscard]] Bytes scratch_bytes(const Dsa& op);
 [[nodiscard]] Bytes scratch_bytes(const DsaBackward& op);
+[[nodiscard]] Bytes scratch_bytes(const GroupedGlu& op);
 [[nodiscard]] Bytes scratch_bytes(const Router& op);
+[[nodiscard]] Bytes scratch_bytes(const RouterBackward& op);
+[[nodiscard]] Bytes scratch_bytes(const Permute& op);
+[[nodiscard]] Bytes scratch_bytes(const SequenceLoss& op);
+[[nodiscard]] Bytes scratch_bytes(const QuantileBias& op);
 [[nodiscard]] Bytes scratch_bytes(const LinearCrossEntropy& op);
 [[nodiscard]] Bytes scratch_bytes(const SumOfSquares& op);
+[[nodiscard]] Bytes scratch_bytes(const GatherRows& op);
+[[nodiscard]] Bytes scratch_bytes(const SumRows& op);
+[[nodiscard]] Bytes scratch_bytes(const SumRowsBackward& op);
+[[nodiscard]] Bytes scratch_bytes(const RmsNorm& op);
+[[nodiscard]] Bytes scratch_bytes(const AttnRes& op);
+[[nodiscard]] Bytes scratch_bytes(const AttnResBackward& op);
+[[nodiscard]] Bytes scratch_bytes(const Rotary& op);
 
 // Bump allocation inside one scratch range: the same sequence of takes sizes it (from null) and hands it out.
 class ScratchCursor {

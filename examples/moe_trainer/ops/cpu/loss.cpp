@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "examples/moe_trainer/ops/cpu/gemm.hpp"
 #include "examples/moe_trainer/ops/cpu/kernels.hpp"
@@ -152,6 +153,9 @@ double rows_loss(const LinearCrossEntropy& op, std::int64_t first, std::int64_t 
 
 Bytes scratch_bytes(const LinearCrossEntropy& op) {
   if (op.tokens == 0) return Bytes();
+  if (op.width < 1 || op.vocabulary < 1) {
+    throw std::runtime_error("linear cross entropy: a width and a vocabulary of at least 1");
+  }
   ScratchCursor cursor(nullptr);
   const Workspace unused(Chunking(op), cursor);
   return cursor.used();

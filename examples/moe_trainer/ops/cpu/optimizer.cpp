@@ -55,7 +55,9 @@ void compute(const AdamW& op, std::byte*) {
       const Vec update = m * first / (square_root(v * second) + op.eps);
       store_part(op.m + i, m, n);
       store_part(op.v + i, v, n);
-      store_part(op.parameter + i, load_part(op.parameter + i, n) * keep - op.learning_rate * update, n);
+      const Vec parameter = load_part(op.parameter + i, n) * keep - op.learning_rate * update;
+      store_part(op.parameter + i, parameter, n);
+      if (op.compute_copy) store_part(op.compute_copy + i, parameter, n);
     }
   });
 }

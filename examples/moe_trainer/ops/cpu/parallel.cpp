@@ -3,9 +3,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <stop_token>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace terrace::trainer::cpu {
@@ -48,6 +50,7 @@ class ThreadPool {
     std::unique_lock<std::mutex> lock(mutex_);
     open_ = false;
     left_.wait(lock, [&] { return joined_ == 0; });
+    if (const std::exception_ptr thrown = std::exchange(thrown_, nullptr)) std::rethrow_exception(thrown);
   }
 
  private:
@@ -62,7 +65,12 @@ class ThreadPool {
     for (;;) {
       const std::int64_t chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed);
       if (chunk >= job.chunks) return;
-      job.body(job.context, chunk, worker);
+      try {
+        job.body(job.context, chunk, worker);
+      } catch (...) {  // for the caller; the other chunks run
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (thrown_ == nullptr) thrown_ = std::current_exception();
+      }
     }
   }
 
@@ -102,6 +110,7 @@ class ThreadPool {
   Job job_;
   bool open_ = false;
   std::int64_t joined_ = 0;
+  std::exception_ptr thrown_;  // the round's first
   std::atomic<std::int64_t> next_chunk_{0};
   std::atomic<std::uint64_t> round_{0};
   std::vector<std::jthread> threads_;  // last: they use all of the above

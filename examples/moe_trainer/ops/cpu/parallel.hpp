@@ -3,7 +3,8 @@
 // parallel_for(n, body) runs body(chunk, worker) once for each chunk in [0, n) and returns when all have run.
 // Which thread takes a chunk is left to timing, so a result must depend on the chunk alone: `worker`
 // (below worker_count()) only names scratch that no other chunk uses at the same time. Calls from several
-// threads take turns; a call from inside a body runs its chunks on the calling thread, as its worker.
+// threads take turns; a call from inside a body runs its chunks on the calling thread, as its worker. What a
+// body throws reaches the caller.
 #pragma once
 
 #include <algorithm>

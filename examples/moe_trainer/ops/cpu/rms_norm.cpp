@@ -1,6 +1,7 @@
 // y = x r w, r = 1 / sqrt(mean x^2 + eps). With u = w dy: dx = r u - x r^3 <u, x> / width, dw = sum dy x r.
 // Gated: y = x r w sigmoid(gate); the same with u = w sigmoid(gate) dy.
 #include <cmath>
+#include <stdexcept>
 
 #include "examples/moe_trainer/ops/cpu/kernels.hpp"
 #include "examples/moe_trainer/ops/cpu/row_parts.hpp"
@@ -23,11 +24,27 @@ void for_columns(std::int64_t width, Body&& body) {
 
 }  // namespace
 
+// Called when the operator is enqueued, so a missing array is reported to the caller.
+Bytes scratch_bytes(const RmsNorm& op) {
+  if (static_cast<bool>(op.residual) != static_cast<bool>(op.sum)) {
+    throw std::runtime_error("rms norm: a residual and its sum come together");
+  }
+  return {};
+}
+
 void compute(const RmsNorm& op, std::byte*) {
   parallel_ranges(op.rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       const float* x = op.x + row * op.width;
       float* y = op.y + row * op.width;
+      if (op.residual) {
+        const float* residual = op.residual + row * op.width;
+        float* sum = op.sum + row * op.width;
+        for_columns(op.width, [&](std::int64_t i, std::int64_t n) {
+          store_part(sum + i, load_part(x + i, n) + load_part(residual + i, n), n);
+        });
+        x = sum;
+      }
       const float r = inverse_rms(x, op.width, op.eps);
       for_columns(op.width, [&](std::int64_t i, std::int64_t n) {
         store_part(y + i, load_part(x + i, n) * r * load_part(op.w + i, n), n);
@@ -54,6 +71,7 @@ void compute(const RmsNormBackward& op, std::byte* scratch) {
     const float along = sum(inner) / static_cast<float>(op.width) * r;
     for_columns(op.width, [&](std::int64_t i, std::int64_t n) {
       Vec d = load_part(d_y + i, n) * load_part(op.w + i, n) * r - load_part(x + i, n) * r * along;
+      if (op.d_sum) d += load_part(op.d_sum + row * op.width + i, n);
       if (op.into_d_x == Accumulate::kAdd) d += load_part(d_x + i, n);
       store_part(d_x + i, d, n);
     });

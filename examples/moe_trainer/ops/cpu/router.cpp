@@ -1,5 +1,7 @@
-// Sigmoid routing. Selection is on scores + bias inside the best groups; weights are the bare scores of the
-// selected, renormalised: w_j = c s_j / Z, Z = sum s_j. Backward: ds_j = c (dw_j - sum_i dw_i s_i / Z) / Z.
+// Routing. Selection is on scores + bias inside the best groups; weights are the bare scores of the selected.
+//   sigmoid, renormalised: w_j = c s_j / Z, Z = sum s_j;  ds_j = c (dw_j - sum_i dw_i s_i / Z) / Z
+//   softmax, renormalised: the softmax over the selected alone;  dl_j = w_j (dw_j - sum_i dw_i w_i / c)
+//   not renormalised:      w_j = c s_j;  through softmax every logit of the row gets a gradient
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -8,19 +10,14 @@
 
 #include "examples/moe_trainer/ops/cpu/kernels.hpp"
 #include "examples/moe_trainer/ops/cpu/parallel.hpp"
-#include "examples/moe_trainer/ops/cpu/vec_math.hpp"
+#include "examples/moe_trainer/ops/cpu/router_scores.hpp"
 
 namespace terrace::trainer::cpu {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-constexpr std::int64_t kTokens = 64;  // of a task
-
-void scores_of(const float* logits, std::int64_t experts, float* scores) {
-  for (std::int64_t e = 0; e < experts; e += kLanes) {
-    store_part(scores + e, sigmoid(load_part(logits + e, experts - e)), experts - e);
-  }
-}
+constexpr float kLast = std::numeric_limits<float>::lowest();  // a NaN: still to be chosen, after all others
+constexpr std::int64_t kTokens = 64;                           // of a task
 
 // Sum of a group's two best; of its only one where it has no second.
 float group_score(const float* biased, std::int64_t size) {
@@ -33,7 +30,7 @@ float group_score(const float* biased, std::int64_t size) {
       second = biased[i];
     }
   }
-  return size > 1 ? best + second : best;
+  return std::max(size > 1 ? best + second : best, kLast);
 }
 
 std::int64_t best_of(const float* values, std::int64_t count) {
@@ -60,21 +57,71 @@ void limit_groups(const RouterShape& shape, float* biased, float* groups) {
   }
 }
 
+// The weights of a token's selected experts, before scaling.
+void unscaled_weights(const RouterShape& shape, const float* logits, const std::int32_t* expert,
+                      float* weight) {
+  const bool softmax = shape.score == RouterScore::kSoftmax, whole = shape.renormalise == Renormalise::kYes;
+  if (softmax) {
+    // Renormalised, only the selected count, and their largest keeps the quotient from 0 / 0.
+    float top = kNever, total = 0;
+    const std::int64_t count = whole ? shape.top_k : shape.experts;
+    const auto logit = [&](std::int64_t i) { return logits[whole ? expert[i] : i]; };
+    for (std::int64_t i = 0; i < count; ++i) top = std::max(top, logit(i));
+    for (std::int64_t i = 0; i < count; ++i) total += std::exp(logit(i) - top);
+    for (std::int64_t j = 0; j < shape.top_k; ++j) weight[j] = std::exp(logits[expert[j]] - top) / total;
+    return;
+  }
+  float total = 0;
+  for (std::int64_t j = 0; j < shape.top_k; ++j) {
+    weight[j] = 1.0F / (1.0F + std::exp(-logits[expert[j]]));
+    total += weight[j];
+  }
+  if (!whole) return;
+  for (std::int64_t j = 0; j < shape.top_k; ++j) weight[j] = total == 0 ? 0.0F : weight[j] / total;
+}
+
 void route(const Router& op, std::int64_t token, float* scores, float* biased, float* groups) {
   const RouterShape& shape = op.shape;
-  scores_of(op.logits + token * shape.experts, shape.experts, scores);
-  for (std::int64_t e = 0; e < shape.experts; ++e) biased[e] = scores[e] + op.bias[e];
+  const float* logits = op.logits + token * shape.experts;
+  std::int32_t* expert = op.expert + token * shape.top_k;
+  float* weight = op.weight + token * shape.top_k;
+  scores_of(shape.score, logits, shape.experts, scores);
+  for (std::int64_t e = 0; e < shape.experts; ++e) {
+    const float value = scores[e] + (op.bias == nullptr ? 0.0F : op.bias[e]);
+    biased[e] = value > kLast ? value : kLast;
+  }
   limit_groups(shape, biased, groups);
-  float total = 0;
   for (std::int64_t j = 0; j < shape.top_k; ++j) {
     const std::int64_t e = best_of(biased, shape.experts);
     biased[e] = kNever;
-    op.expert[token * shape.top_k + j] = static_cast<std::int32_t>(e);
-    op.weight[token * shape.top_k + j] = scores[e];
-    total += scores[e];
+    expert[j] = static_cast<std::int32_t>(e);
   }
-  const float factor = total > 0 ? shape.scaling / total : 0.0F;
-  for (std::int64_t j = 0; j < shape.top_k; ++j) op.weight[token * shape.top_k + j] *= factor;
+  unscaled_weights(shape, logits, expert, weight);
+  for (std::int64_t j = 0; j < shape.top_k; ++j) weight[j] *= shape.scaling;
+}
+
+void route_backward(const RouterBackward& op, std::int64_t token, float* weight, float* scores) {
+  const RouterShape& shape = op.shape;
+  const float* logits = op.logits + token * shape.experts;
+  const std::int32_t* expert = op.expert + token * shape.top_k;
+  const float* d_weight = op.d_weight + token * shape.top_k;
+  float* d_logits = op.d_logits + token * shape.experts;
+  const bool softmax = shape.score == RouterScore::kSoftmax, whole = shape.renormalise == Renormalise::kYes;
+  unscaled_weights(shape, logits, expert, weight);
+  float along = 0;
+  for (std::int64_t j = 0; j < shape.top_k; ++j) along += d_weight[j] * weight[j];
+  if (softmax && !whole) {
+    scores_of(shape.score, logits, shape.experts, scores);
+    for (std::int64_t e = 0; e < shape.experts; ++e) d_logits[e] = -shape.scaling * scores[e] * along;
+  } else {
+    std::fill_n(d_logits, shape.experts, 0.0F);
+  }
+  for (std::int64_t j = 0; j < shape.top_k; ++j) {
+    // Of a weight its share of the sum, and of a sigmoid its slope over itself.
+    const float slope = softmax ? 1.0F : 1.0F / (1.0F + std::exp(logits[expert[j]]));
+    const float beyond = whole ? along : 0.0F;
+    d_logits[expert[j]] += shape.scaling * weight[j] * (d_weight[j] - beyond) * slope;
+  }
 }
 
 }  // namespace
@@ -102,26 +149,19 @@ void compute(const Router& op, std::byte* scratch) {
   });
 }
 
-void compute(const RouterBackward& op, std::byte*) {
+Bytes scratch_bytes(const RouterBackward& op) {
+  return Bytes(static_cast<std::uint64_t>((op.shape.experts + op.shape.top_k) * worker_count()) *
+               sizeof(float));
+}
+
+void compute(const RouterBackward& op, std::byte* scratch) {
   const RouterShape& shape = op.shape;
-  parallel_ranges(shape.tokens, kTokens, [&](std::int64_t begin, std::int64_t end) {
-    std::fill_n(op.d_logits + begin * shape.experts, (end - begin) * shape.experts, 0.0F);
-    for (std::int64_t token = begin; token < end; ++token) {
-      const std::int32_t* expert = op.expert + token * shape.top_k;
-      const float* d_weight = op.d_weight + token * shape.top_k;
-      const auto score = [&](std::int64_t j) {
-        return 1.0F / (1.0F + std::exp(-op.logits[token * shape.experts + expert[j]]));
-      };
-      float total = 0, along = 0;
-      for (std::int64_t j = 0; j < shape.top_k; ++j) {
-        total += score(j);
-        along += d_weight[j] * score(j);
-      }
-      if (!(total > 0)) continue;
-      for (std::int64_t j = 0; j < shape.top_k; ++j) {
-        const float s = score(j), d_s = shape.scaling * (d_weight[j] - along / total) / total;
-        op.d_logits[token * shape.experts + expert[j]] = d_s * s * (1.0F - s);
-      }
+  auto* base = reinterpret_cast<float*>(scratch);
+  parallel_for((shape.tokens + kTokens - 1) / kTokens, [&](std::int64_t task, std::int64_t worker) {
+    float* scores = base + worker * (shape.experts + shape.top_k);
+    const std::int64_t end = std::min(shape.tokens, (task + 1) * kTokens);
+    for (std::int64_t token = task * kTokens; token < end; ++token) {
+      route_backward(op, token, scores + shape.experts, scores);
     }
   });
 }

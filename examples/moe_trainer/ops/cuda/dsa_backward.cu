@@ -8,8 +8,10 @@
 // Keys, one block a key and some columns, the tokens that chose it in ascending order (a token's positions
 // ascend, so each is found by bisection), their heads in order:
 //   dK_s += da_th Q_th;  dV_s += P_th do_th;  dkI_s += dx_th qI_th
-// Tokens go in turns, so that what is kept of them (P, da, do, dx) stays within 64 MiB.
+// Tokens go in turns, so that what is kept of them (P, da, do, dx) stays within 64 MiB. Sums over turns are
+// fp32. The general form; dsa_backward_hopper.cu has the fast one of the attention.
 #include <algorithm>
+#include <type_traits>
 
 #include "examples/moe_trainer/ops/cuda/column_sum.cuh"
 #include "examples/moe_trainer/ops/cuda/dsa.hpp"
@@ -24,24 +26,23 @@ struct Kept {
   float* p;        // (n, H, slots)
   float* d_logit;  // (n, H, slots)
   float* d_o;      // (n, H, DV)
-  float* d_x;      // (n, HI, slots)
-  float* share;    // (n, slots): the indexer's target
-  float* d_score;  // (n, slots)
 };
 
+template <typename T>
 struct TokenBackward {
-  DsaAttention attention;
+  DsaAttention<T> attention;
   DsaTurn turn;
   Kept kept;
-  const float* v;
-  const float* gate;
-  const float* d_y;
-  float* d_q;
-  float* d_gate;
+  DsaRows<T> v;
+  const T* gate;
+  const T* d_y;
+  T* d_q;
+  T* d_gate;
   float* sink_terms;  // (B T, H); null: no sink
 };
 
-__global__ void __launch_bounds__(kDsaThreads) token_backward(TokenBackward a) {
+template <typename T>
+__global__ void __launch_bounds__(kDsaThreads) token_backward(TokenBackward<T> a) {
   const DsaSizes& sizes = a.attention.sizes;
   const std::int64_t token = a.turn.first + blockIdx.x / sizes.heads;
   const std::int64_t head = blockIdx.x % sizes.heads;
@@ -49,14 +50,14 @@ __global__ void __launch_bounds__(kDsaThreads) token_backward(TokenBackward a) {
   float* p = a.kept.p + std::int64_t{blockIdx.x} * sizes.slots;
   float* d_logit = a.kept.d_logit + std::int64_t{blockIdx.x} * sizes.slots;
   float* d_o = a.kept.d_o + std::int64_t{blockIdx.x} * sizes.value_width;
-  const float sink_share = dsa_probabilities(a.attention, chosen, token, head, p);
+  const float sink_share = dsa_probabilities(a.attention, chosen, token, head, p).p_sink;
   const std::int64_t row = (token * sizes.heads + head) * sizes.value_width;
   float product = 0.0F;
   for (std::int64_t c = threadIdx.x; c < sizes.value_width; c += kDsaThreads) {
-    const float o = dsa_weighted(sizes, chosen, p, a.v, sizes.value_width, c);
-    const float s = a.gate == nullptr ? 1.0F : sigmoid(a.gate[row + c]);
-    const float d_y = a.d_y[row + c];
-    if (a.gate != nullptr && a.d_gate != nullptr) a.d_gate[row + c] = d_y * o * s * (1.0F - s);
+    const float o = dsa_weighted(sizes, chosen, p, a.v, c);
+    const float s = a.gate == nullptr ? 1.0F : sigmoid(load_float(a.gate + row + c));
+    const float d_y = load_float(a.d_y + row + c);
+    if (a.gate != nullptr && a.d_gate != nullptr) store_float(a.d_gate + row + c, d_y * o * s * (1.0F - s));
     d_o[c] = d_y * s;
     product += d_y * s * o;
   }
@@ -64,46 +65,49 @@ __global__ void __launch_bounds__(kDsaThreads) token_backward(TokenBackward a) {
   if (a.sink_terms != nullptr && threadIdx.x == 0)
     a.sink_terms[token * sizes.heads + head] = -sink_share * delta;
   for (std::int64_t slot = threadIdx.x / kWarp; slot < sizes.slots; slot += kDsaThreads / kWarp) {
-    const float d_p = dsa_dot(chosen, slot, d_o, a.v, sizes.value_width);
+    const float d_p = dsa_dot(chosen, slot, d_o, a.v);
     if (threadIdx.x % kWarp == 0) d_logit[slot] = p[slot] * (d_p - delta) * sizes.scale;
   }
   __syncthreads();
-  float* d_q = a.d_q + (token * sizes.heads + head) * sizes.key_width;
+  T* d_q = a.d_q + (token * sizes.heads + head) * sizes.key_width;
   for (std::int64_t c = threadIdx.x; c < sizes.key_width; c += kDsaThreads) {
-    d_q[c] = dsa_weighted(sizes, chosen, d_logit, a.attention.k, sizes.key_width, c);
+    store_float(d_q + c, dsa_weighted(sizes, chosen, d_logit, a.attention.k, c));
   }
 }
 
+template <typename T>
 struct IndexBackward {
   DsaSizes sizes;
   DsaTurn turn;
-  Kept kept;
   const std::int32_t* selected;
-  const float* q;
-  const float* k;
-  const float* w;
+  float* d_x;      // (n, HI, slots)
+  float* share;    // (n, slots): the target, not yet divided by its sum
+  float* d_score;  // (n, slots)
+  const T* q;
+  DsaRows<T> k;
+  const T* w;
   float weight;
-  float* d_q;
-  float* d_w;
+  T* d_q;
+  T* d_w;
   float* losses;  // (B T)
 };
 
-// relu(x_h) into kept.d_x and I into kept.d_score, a warp a slot.
-__device__ void index_forward(const IndexBackward& a, const DsaChosen& chosen, std::int64_t token) {
+// relu(x_h) into d_x and I into d_score, a warp a slot.
+template <typename T>
+__device__ void index_forward(const IndexBackward<T>& a, const DsaChosen& chosen, std::int64_t token) {
   const DsaSizes& sizes = a.sizes;
   for (std::int64_t slot = threadIdx.x / kWarp; slot < sizes.slots; slot += kDsaThreads / kWarp) {
     float score = 0.0F;
     for (std::int64_t head = 0; head < sizes.index_heads; ++head) {
       const std::int64_t row = token * sizes.index_heads + head;
-      const float x =
-          fmaxf(dsa_dot(chosen, slot, a.q + row * sizes.index_width, a.k, sizes.index_width), 0.0F);
-      score += a.w[row] * x;
+      const float x = fmaxf(dsa_dot(chosen, slot, a.q + row * sizes.index_width, a.k), 0.0F);
+      score += load_float(a.w + row) * x;
       if (threadIdx.x % kWarp == 0) {
-        a.kept.d_x[(std::int64_t{blockIdx.x} * sizes.index_heads + head) * sizes.slots + slot] = x;
+        a.d_x[(std::int64_t{blockIdx.x} * sizes.index_heads + head) * sizes.slots + slot] = x;
       }
     }
     if (threadIdx.x % kWarp == 0) {
-      a.kept.d_score[std::int64_t{blockIdx.x} * sizes.slots + slot] =
+      a.d_score[std::int64_t{blockIdx.x} * sizes.slots + slot] =
           chosen.positions[slot] >= 0 ? score * sizes.index_scale : -INFINITY;
     }
   }
@@ -111,19 +115,16 @@ __device__ void index_forward(const IndexBackward& a, const DsaChosen& chosen, s
 }
 
 // I becomes dI; returns the token's KL.
-__device__ float index_loss(const IndexBackward& a, const DsaChosen& chosen) {
+template <typename T>
+__device__ float index_loss(const IndexBackward<T>& a, const DsaChosen& chosen) {
   const DsaSizes& sizes = a.sizes;
-  float* score = a.kept.d_score + std::int64_t{blockIdx.x} * sizes.slots;
-  float* share = a.kept.share + std::int64_t{blockIdx.x} * sizes.slots;
-  const float* p = a.kept.p + std::int64_t{blockIdx.x} * sizes.heads * sizes.slots;
+  float* score = a.d_score + std::int64_t{blockIdx.x} * sizes.slots;
+  const float* share = a.share + std::int64_t{blockIdx.x} * sizes.slots;
   float largest = -INFINITY;
   float mass = 0.0F;
   for (std::int64_t slot = threadIdx.x; slot < sizes.slots; slot += kDsaThreads) {
     largest = fmaxf(largest, score[slot]);
-    float over_heads = 0.0F;
-    for (std::int64_t head = 0; head < sizes.heads; ++head) over_heads += p[head * sizes.slots + slot];
-    share[slot] = over_heads;
-    mass += over_heads;
+    mass += share[slot];
   }
   const float top = block_max<kDsaThreads>(largest);
   const float all_mass = block_sum<kDsaThreads>(mass);
@@ -148,18 +149,19 @@ __device__ float index_loss(const IndexBackward& a, const DsaChosen& chosen) {
   return block_sum<kDsaThreads>(loss);
 }
 
-__global__ void __launch_bounds__(kDsaThreads) index_backward(IndexBackward a) {
+template <typename T>
+__global__ void __launch_bounds__(kDsaThreads) index_backward(IndexBackward<T> a) {
   const DsaSizes& sizes = a.sizes;
   const std::int64_t token = a.turn.first + blockIdx.x;
   const DsaChosen chosen = dsa_chosen(sizes, a.selected, token);
-  const float* d_score = a.kept.d_score + std::int64_t{blockIdx.x} * sizes.slots;
-  float* d_x = a.kept.d_x + std::int64_t{blockIdx.x} * sizes.index_heads * sizes.slots;
+  const float* d_score = a.d_score + std::int64_t{blockIdx.x} * sizes.slots;
+  float* d_x = a.d_x + std::int64_t{blockIdx.x} * sizes.index_heads * sizes.slots;
   index_forward(a, chosen, token);
   const float loss = index_loss(a, chosen);
   if (threadIdx.x == 0) a.losses[token] = loss;
   __syncthreads();
   for (std::int64_t head = threadIdx.x / kWarp; head < sizes.index_heads; head += kDsaThreads / kWarp) {
-    const float factor = sizes.index_scale * a.w[token * sizes.index_heads + head];
+    const float factor = sizes.index_scale * load_float(a.w + token * sizes.index_heads + head);
     float sum = 0.0F;
     for (std::int64_t slot = threadIdx.x % kWarp; slot < sizes.slots; slot += kWarp) {
       const float x = d_x[head * sizes.slots + slot];
@@ -167,30 +169,30 @@ __global__ void __launch_bounds__(kDsaThreads) index_backward(IndexBackward a) {
       d_x[head * sizes.slots + slot] = x > 0.0F ? factor * d_score[slot] : 0.0F;
     }
     sum = warp_sum(sum);
-    if (a.d_w != nullptr && threadIdx.x % kWarp == 0) {
-      a.d_w[token * sizes.index_heads + head] = sizes.index_scale * sum;
+    if (threadIdx.x % kWarp == 0) {
+      store_float(a.d_w + token * sizes.index_heads + head, sizes.index_scale * sum);
     }
   }
   __syncthreads();
-  if (a.d_q == nullptr) return;
   const std::int64_t numbers = sizes.index_heads * sizes.index_width;
   for (std::int64_t i = threadIdx.x; i < numbers; i += kDsaThreads) {
     const float* factor = d_x + i / sizes.index_width * sizes.slots;
-    a.d_q[token * numbers + i] =
-        dsa_weighted(sizes, chosen, factor, a.k, sizes.index_width, i % sizes.index_width);
+    store_float(a.d_q + token * numbers + i, dsa_weighted(sizes, chosen, factor, a.k, i % sizes.index_width));
   }
 }
 
 // out[key][c] += sum over the turn's tokens that chose the key, over heads: factor[token][head][slot]
 // rows[token][head][c]
+template <typename Row>
 struct KeyGradient {
   std::int64_t length, slots, heads, width;
   DsaTurn turn;
   const std::int32_t* selected;
   const float* factor;  // (n, heads, slots)
-  const float* rows;    // (n, heads, width), of the turn's tokens
+  const Row* rows;      // (n, heads, width), of the turn's tokens
   std::int64_t first_key;
-  float* out;  // (B T, width)
+  float* out;  // (B T, stride), its first columns
+  std::int64_t stride;
 };
 
 // The slot at which `position` stands, or -1. Padding is larger than any position as an unsigned number.
@@ -208,7 +210,8 @@ __device__ std::int64_t find_slot(const std::int32_t* positions, std::int64_t sl
   return low < slots && positions[low] == position ? low : -1;
 }
 
-__global__ void __launch_bounds__(kDsaThreads) key_gradient(KeyGradient a) {
+template <typename Row>
+__global__ void __launch_bounds__(kDsaThreads) key_gradient(KeyGradient<Row> a) {
   __shared__ std::int64_t found_token[kDsaThreads];
   __shared__ std::int64_t found_slot[kDsaThreads];
   const std::int64_t key = a.first_key + blockIdx.x;  // among all tokens
@@ -232,19 +235,21 @@ __global__ void __launch_bounds__(kDsaThreads) key_gradient(KeyGradient a) {
     for (int i = 0; i < count && column < a.width; ++i) {
       const std::int64_t row = found_token[i] * a.heads;
       for (std::int64_t head = 0; head < a.heads; ++head) {
-        sum += a.factor[(row + head) * a.slots + found_slot[i]] * a.rows[(row + head) * a.width + column];
+        sum += a.factor[(row + head) * a.slots + found_slot[i]] *
+               load_float(a.rows + (row + head) * a.width + column);
       }
     }
     __syncthreads();  // before the lists are written again
   }
-  if (column < a.width) a.out[key * a.width + column] += sum;
+  if (column < a.width) a.out[key * a.stride + column] += sum;
 }
 
-void launch_key_gradient(OpCall& call, KeyGradient gradient) {
+template <typename Row>
+void launch_key_gradient(OpCall& call, KeyGradient<Row> gradient) {
   // From the start of the turn's first sequence: earlier keys can't be chosen by its tokens.
   gradient.first_key = gradient.turn.first / gradient.length * gradient.length;
   const std::int64_t keys = gradient.turn.first + gradient.turn.count - gradient.first_key;
-  call.launch(key_gradient,
+  call.launch(key_gradient<Row>,
               Grid{.x = keys, .y = ceil_div(gradient.width, kDsaThreads), .threads = kDsaThreads}, gradient);
 }
 
@@ -264,113 +269,221 @@ struct SinkTerm {
   }
 };
 
-enum class Indexer : std::uint8_t { kOff, kLearns };
+// One number a thread.
+template <typename T>
+__global__ void store_sums(const float* sums, std::int64_t count, T* out) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) store_float(out + i, sums[i]);
+}
 
-// One turn of tokens through all kernels.
+// A gradient of the keys that grows from turn to turn: fp32 in place, another type beside.
+template <typename T>
+class KeySums {
+ public:
+  KeySums(OpCall& call, Out out, std::int64_t count) : out_(out), count_(out ? count : 0) {
+    if (!out) return;
+    sums_ = std::is_same_v<T, float> ? out.as<float>() : call.scratch<float>(count);
+    call.zero(sums_, count);
+  }
+  [[nodiscard]] float* sums() const { return sums_; }
+  void finish(OpCall& call) const {
+    if (std::is_same_v<T, float> || sums_ == nullptr) return;
+    call.launch(store_sums<T>, grid_for(count_), static_cast<const float*>(sums_), count_, out_.as<T>());
+  }
+
+ private:
+  Out out_;
+  std::int64_t count_;
+  float* sums_ = nullptr;
+};
+
+// share[token][slot] = sum over heads of p.
+__global__ void sum_heads(const float* p, std::int64_t heads, std::int64_t slots, std::int64_t count,
+                          float* share) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const float* from = p + i / slots * heads * slots + i % slots;
+  float sum = 0.0F;
+  for (std::int64_t head = 0; head < heads; ++head) sum += from[head * slots];
+  share[i] = sum;
+}
+
+// One turn of tokens through the attention's kernels.
 struct TurnArguments {
   DsaSizes sizes;
   Kept kept;
-  Indexer indexer;
   float* sink_terms;
-  float* losses;
+  float* d_k;  // sums
+  float* d_v;  // null: the value is part of the key row
 };
 
-void run_index_turn(OpCall& call, const DsaBackward& op, const TurnArguments& a, const DsaTurn& turn) {
+template <typename T>
+void run_attention_turn(OpCall& call, const DsaBackward& op, const TurnArguments& a, const DsaTurn& turn) {
   const DsaSizes& sizes = a.sizes;
-  call.launch(index_backward, Grid{.x = turn.count, .threads = kDsaThreads},
-              IndexBackward{.sizes = sizes,
-                            .turn = turn,
-                            .kept = a.kept,
-                            .selected = op.selected,
-                            .q = op.in.index_q,
-                            .k = op.in.index_k,
-                            .w = op.in.index_w,
-                            .weight = op.index_loss_weight,
-                            .d_q = op.d_index_q,
-                            .d_w = op.d_index_w,
-                            .losses = a.losses});
-  if (op.d_index_k == nullptr) return;
+  const DsaAttention<T> attention{.sizes = sizes,
+                                  .q = op.in.q.as<T>(),
+                                  .k = dsa_key_rows<T>(sizes, op.in),
+                                  .sink = op.in.sink,
+                                  .selected = op.selected};
+  call.launch(token_backward<T>, Grid{.x = turn.count * sizes.heads, .threads = kDsaThreads},
+              TokenBackward<T>{.attention = attention,
+                               .turn = turn,
+                               .kept = a.kept,
+                               .v = dsa_value_rows<T>(sizes, op.in),
+                               .gate = op.in.gate.as<T>(),
+                               .d_y = op.d_y.as<T>(),
+                               .d_q = op.d_q.as<T>(),
+                               .d_gate = op.d_gate.as<T>(),
+                               .sink_terms = a.sink_terms});
   launch_key_gradient(call,
-                      KeyGradient{.length = sizes.length,
-                                  .slots = sizes.slots,
-                                  .heads = sizes.index_heads,
-                                  .width = sizes.index_width,
-                                  .turn = turn,
-                                  .selected = op.selected,
-                                  .factor = a.kept.d_x,
-                                  .rows = op.in.index_q + turn.first * sizes.index_heads * sizes.index_width,
-                                  .first_key = 0,
-                                  .out = op.d_index_k});
+                      KeyGradient<T>{.length = sizes.length,
+                                     .slots = sizes.slots,
+                                     .heads = sizes.heads,
+                                     .width = sizes.key_width,
+                                     .turn = turn,
+                                     .selected = op.selected,
+                                     .factor = a.kept.d_logit,
+                                     .rows = op.in.q.as<T>() + turn.first * sizes.heads * sizes.key_width,
+                                     .first_key = 0,
+                                     .out = a.d_k,
+                                     .stride = sizes.key_width});
+  const bool own = a.d_v != nullptr;
+  launch_key_gradient(call, KeyGradient<float>{.length = sizes.length,
+                                               .slots = sizes.slots,
+                                               .heads = sizes.heads,
+                                               .width = sizes.value_width,
+                                               .turn = turn,
+                                               .selected = op.selected,
+                                               .factor = a.kept.p,
+                                               .rows = a.kept.d_o,
+                                               .first_key = 0,
+                                               .out = own ? a.d_v : a.d_k,
+                                               .stride = own ? sizes.value_width : sizes.key_width});
 }
 
-void run_turn(OpCall& call, const DsaBackward& op, const TurnArguments& a, const DsaTurn& turn) {
-  const DsaSizes& sizes = a.sizes;
-  const DsaAttention attention{
-      .sizes = sizes, .q = op.in.q, .k = op.in.k, .sink = op.in.sink, .selected = op.selected};
-  call.launch(token_backward, Grid{.x = turn.count * sizes.heads, .threads = kDsaThreads},
-              TokenBackward{.attention = attention,
-                            .turn = turn,
-                            .kept = a.kept,
-                            .v = op.in.v,
-                            .gate = op.in.gate,
-                            .d_y = op.d_y,
-                            .d_q = op.d_q,
-                            .d_gate = op.d_gate,
-                            .sink_terms = a.sink_terms});
-  KeyGradient gradient{.length = sizes.length,
-                       .slots = sizes.slots,
-                       .heads = sizes.heads,
-                       .width = sizes.key_width,
-                       .turn = turn,
-                       .selected = op.selected,
-                       .factor = a.kept.d_logit,
-                       .rows = op.in.q + turn.first * sizes.heads * sizes.key_width,
-                       .first_key = 0,
-                       .out = op.d_k};
-  launch_key_gradient(call, gradient);
-  gradient.width = sizes.value_width;
-  gradient.factor = a.kept.p;
-  gradient.rows = a.kept.d_o;
-  gradient.out = op.d_v;
-  launch_key_gradient(call, gradient);
-  if (a.indexer == Indexer::kLearns) run_index_turn(call, op, a, turn);
+bool index_learns(const DsaBackward& op) { return op.d_index_q && op.d_index_k && op.d_index_w; }
+
+template <typename T>
+void launch_general(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
+  const std::int64_t tokens = sizes.tokens();
+  const std::int64_t token_floats = sizes.heads * (2 * sizes.slots + sizes.value_width) +
+                                    (index_learns(op) ? (sizes.index_heads + 2) * sizes.slots : 0);
+  const std::int64_t per_turn = dsa_tokens_per_turn(sizes, token_floats);
+  TurnArguments a{};
+  a.sizes = sizes;
+  a.kept.p = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
+  a.kept.d_logit = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
+  a.kept.d_o = call.scratch<float>(per_turn * sizes.heads * sizes.value_width);
+  const bool sink_wanted = op.in.sink != nullptr && op.d_sink != nullptr;
+  if (sink_wanted) a.sink_terms = call.scratch<float>(tokens * sizes.heads);
+  const KeySums<T> d_k(call, op.d_k, tokens * sizes.key_width);
+  const KeySums<T> d_v(call, op.d_v, tokens * sizes.value_width);
+  a.d_k = d_k.sums();
+  a.d_v = d_v.sums();
+  const IndexLearner indexer(call, op, sizes, per_turn, IndexWork::kGeneral);
+  for (std::int64_t first = 0; first < tokens; first += per_turn) {
+    const DsaTurn turn{first, std::min(per_turn, tokens - first)};
+    run_attention_turn<T>(call, op, a, turn);
+    if (indexer.share() == nullptr) continue;
+    const std::int64_t count = turn.count * sizes.slots;
+    call.launch(sum_heads, grid_for(count), static_cast<const float*>(a.kept.p), sizes.heads, sizes.slots,
+                count, indexer.share());
+    indexer.run(call, turn);
+  }
+  d_k.finish(call);
+  d_v.finish(call);
+  indexer.finish(call);
+  if (sink_wanted) add_dsa_sink(call, a.sink_terms, sizes, op.d_sink);
 }
 
 }  // namespace
 
+void add_dsa_sink(OpCall& call, const float* terms, const DsaSizes& sizes, float* d_sink) {
+  add_column_sums(call, SinkTerm{terms, sizes.heads}, sizes.tokens(), sizes.heads, d_sink);
+}
+void store_dsa_sums(OpCall& call, const float* sums, std::int64_t count, Bf16* out) {
+  call.launch(store_sums<Bf16>, grid_for(count), sums, count, out);
+}
+
+IndexLearner::IndexLearner(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, std::int64_t per_turn,
+                           IndexWork work)
+    : op_(op), sizes_(sizes) {
+  if (!index_learns(op)) return;
+  share_ = call.scratch<float>(per_turn * sizes.slots);
+  if (work == IndexWork::kGeneral) {
+    d_score_ = call.scratch<float>(per_turn * sizes.slots);
+    d_x_ = call.scratch<float>(per_turn * sizes.index_heads * sizes.slots);
+  }
+  losses_ = call.scratch<float>(sizes.tokens());
+  const std::int64_t count = sizes.tokens() * sizes.index_width;
+  d_index_k_ = op.d_index_k.dtype() == Dtype::kF32 ? op.d_index_k.as<float>() : call.scratch<float>(count);
+  call.zero(d_index_k_, count);
+}
+
+template <typename T>
+void IndexLearner::run_typed(OpCall& call, const DsaTurn& turn) const {
+  call.launch(index_backward<T>, Grid{.x = turn.count, .threads = kDsaThreads},
+              IndexBackward<T>{.sizes = sizes_,
+                               .turn = turn,
+                               .selected = op_.selected,
+                               .d_x = d_x_,
+                               .share = share_,
+                               .d_score = d_score_,
+                               .q = op_.in.index_q.as<T>(),
+                               .k = {op_.in.index_k.as<T>(), sizes_.index_width, sizes_.index_width},
+                               .w = op_.in.index_w.as<T>(),
+                               .weight = op_.index_loss_weight,
+                               .d_q = op_.d_index_q.as<T>(),
+                               .d_w = op_.d_index_w.as<T>(),
+                               .losses = losses_});
+  const T* rows = op_.in.index_q.as<T>() + turn.first * sizes_.index_heads * sizes_.index_width;
+  launch_key_gradient(call, KeyGradient<T>{.length = sizes_.length,
+                                           .slots = sizes_.slots,
+                                           .heads = sizes_.index_heads,
+                                           .width = sizes_.index_width,
+                                           .turn = turn,
+                                           .selected = op_.selected,
+                                           .factor = d_x_,
+                                           .rows = rows,
+                                           .first_key = 0,
+                                           .out = d_index_k_,
+                                           .stride = sizes_.index_width});
+}
+
+void IndexLearner::run(OpCall& call, const DsaTurn& turn) const {
+  if (share_ == nullptr) return;
+  if (op_.in.index_q.dtype() == Dtype::kF32) return run_typed<float>(call, turn);
+  run_typed<Bf16>(call, turn);
+}
+
+void IndexLearner::finish(OpCall& call) const {
+  if (share_ == nullptr) return;
+  if (op_.d_index_k.dtype() == Dtype::kBf16) {
+    store_dsa_sums(call, d_index_k_, sizes_.tokens() * sizes_.index_width, op_.d_index_k.as<Bf16>());
+  }
+  if (op_.index_loss == nullptr) return;
+  call.launch(sum_of, Grid{.threads = kDsaThreads}, static_cast<const float*>(losses_), sizes_.tokens(),
+              op_.index_loss);
+}
+
 void launch(OpCall& call, const DsaBackward& op) {
   const DsaSizes sizes = dsa_sizes(call, op.shape);
-  const std::int64_t tokens = sizes.batch * sizes.length;
-  if (tokens <= 0) return;
-  const bool index_wanted = op.d_index_q != nullptr || op.d_index_k != nullptr || op.d_index_w != nullptr ||
-                            op.index_loss != nullptr;
-  const std::int64_t token_floats = sizes.heads * (2 * sizes.slots + sizes.value_width) +
-                                    (index_wanted ? (sizes.index_heads + 2) * sizes.slots : 0);
-  const std::int64_t per_turn = dsa_tokens_per_turn(sizes, token_floats);
-  TurnArguments a{};
-  a.sizes = sizes;
-  a.indexer = index_wanted ? Indexer::kLearns : Indexer::kOff;
-  a.kept.p = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
-  a.kept.d_logit = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
-  a.kept.d_o = call.scratch<float>(per_turn * sizes.heads * sizes.value_width);
-  if (index_wanted) {
-    a.kept.d_x = call.scratch<float>(per_turn * sizes.index_heads * sizes.slots);
-    a.kept.share = call.scratch<float>(per_turn * sizes.slots);
-    a.kept.d_score = call.scratch<float>(per_turn * sizes.slots);
-    a.losses = call.scratch<float>(tokens);
-  }
-  const bool sink_wanted = op.in.sink != nullptr && op.d_sink != nullptr;
-  if (sink_wanted) a.sink_terms = call.scratch<float>(tokens * sizes.heads);
-  call.zero(op.d_k, tokens * sizes.key_width);
-  call.zero(op.d_v, tokens * sizes.value_width);
-  if (op.d_index_k != nullptr) call.zero(op.d_index_k, tokens * sizes.index_width);
-  for (std::int64_t first = 0; first < tokens; first += per_turn) {
-    run_turn(call, op, a, DsaTurn{first, std::min(per_turn, tokens - first)});
-  }
-  if (sink_wanted) add_column_sums(call, SinkTerm{a.sink_terms, sizes.heads}, tokens, sizes.heads, op.d_sink);
-  if (op.index_loss != nullptr) {
-    call.launch(sum_of, Grid{.threads = kDsaThreads}, a.losses, tokens, op.index_loss);
-  }
+  check_attention(call, op.shape, op.in);
+  const Dtype type = op.in.q.dtype();
+  call.require(op.d_y.dtype() == type && op.d_q.dtype() == type && op.d_k.dtype() == type &&
+                   (!op.d_v || op.d_v.dtype() == type) && (!op.d_gate || op.d_gate.dtype() == type),
+               "gradients are of the type of q");
+  call.require(op.d_q && op.d_k && bool(op.d_v) == bool(op.in.v), "d_v is given where v is");
+  call.require(!index_learns(op) || (op.in.index_q.dtype() == type && op.in.index_k.dtype() == type &&
+                                     op.in.index_w.dtype() == type && op.d_index_q.dtype() == type &&
+                                     op.d_index_k.dtype() == type && op.d_index_w.dtype() == type),
+               "the indexer's arrays are of the type of q");
+  if (sizes.tokens() <= 0) return;
+  const bool aligned =
+      fits_pieces(op.d_y) && fits_pieces(op.d_q) && fits_pieces(op.d_gate) && fits_pieces(op.attention);
+  if (aligned && attention_fits_hopper(call, op.shape, op.in)) return launch_hopper_backward(call, op, sizes);
+  if (type == Dtype::kF32) return launch_general<float>(call, op, sizes);
+  launch_general<Bf16>(call, op, sizes);
 }
 
 }  // namespace terrace::trainer::cuda

@@ -1,9 +1,9 @@
 // I_ts = HI^-1/2 DI^-1/2 sum_h w_th relu(qI_th . kI_s) for s <= t, and the positions of its k largest,
 // ascending
 //   qI: (B, T, HI, DI)   kI: (B, T, DI)   w: (B, T, HI)   selected: (B, T, slots)   scores: (B, T, T)
-// Scores by 64 x 64 tiles for as many query rows as fit 64 MiB. Then one block a query finds the k-th largest
-// value by its bits, eight at a time from the top, and collects in order what is above it and the first of
-// what equals it.
+// Scores for as many query rows as fit 256 MiB, by 64 x 64 tiles in plain fp32 or as in dsa_scores_hopper.cu.
+// Then one block a query finds the k-th largest value by its bits, eleven at a time from the top, and
+// collects in order what is above it and the first of what equals it.
 #include <algorithm>
 #include <cmath>
 
@@ -16,48 +16,66 @@ namespace terrace::trainer::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kDigits = 256;
-constexpr int kDigitBits = 8;
+constexpr std::int64_t kMaxRows = 1 << 20;  // the grid counts tiles of them
+constexpr int kDigits = 2048;
+constexpr int kDigitBits = 11;
+constexpr int kFirstShift = 32 - kDigitBits;
 
-struct ScoreRows {
-  DsaSizes sizes;
-  const float* index_q;
-  const float* index_k;
-  const float* index_w;
-  std::int64_t batch, first, rows;  // queries first .. first + rows of one sequence
-  float* scores;                    // (rows, T)
-};
-
-__global__ void __launch_bounds__(kTileThreads) index_scores(ScoreRows a) {
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads) index_scores(DsaScoreRows a) {
   const DsaSizes& sizes = a.sizes;
   const std::int64_t key0 = std::int64_t{blockIdx.x} * kTile;
   const std::int64_t row0 = std::int64_t{blockIdx.y} * kTile;
   const std::int64_t token0 = a.batch * sizes.length + a.first + row0;
   const std::int64_t queries = a.rows - row0 < kTile ? a.rows - row0 : kTile;
   const std::int64_t keys = sizes.length - key0 < kTile ? sizes.length - key0 : kTile;
+  if (key0 > a.first + row0 + queries - 1) return;  // all in the future
   const TilePlace at = tile_place();
+  const T* weights = a.index_w.as<T>();
   float total[kTilePatch][kTilePatch] = {};
-  const bool any_causal = key0 <= a.first + row0 + queries - 1;
-  for (std::int64_t head = 0; any_causal && head < sizes.index_heads; ++head) {
-    const TileOperand q{a.index_q + (token0 * sizes.index_heads + head) * sizes.index_width, queries,
-                        sizes.index_heads * sizes.index_width, 1};
-    const TileOperand k{a.index_k + (a.batch * sizes.length + key0) * sizes.index_width, keys,
-                        sizes.index_width, 1};
+  for (std::int64_t head = 0; head < sizes.index_heads; ++head) {
+    const TileOperand<T> q{a.index_q.as<T>() + (token0 * sizes.index_heads + head) * sizes.index_width,
+                           queries, sizes.index_heads * sizes.index_width, 1};
+    const TileOperand<T> k{a.index_k.as<T>() + (a.batch * sizes.length + key0) * sizes.index_width, keys,
+                           sizes.index_width, 1};
     float dot[kTilePatch][kTilePatch] = {};
     accumulate_tile(q, k, sizes.index_width, dot);
     for (int i = 0; i < kTilePatch; ++i) {
       if (at.row + i >= queries) continue;
-      const float w = a.index_w[(token0 + at.row + i) * sizes.index_heads + head];
+      const float w = load_float(weights + (token0 + at.row + i) * sizes.index_heads + head);
       for (int j = 0; j < kTilePatch; ++j) total[i][j] += w * fmaxf(dot[i][j], 0.0F);
     }
   }
   for (int i = 0; i < kTilePatch; ++i) {
     for (int j = 0; j < kTilePatch; ++j) {
       if (at.row + i >= queries || at.column + j >= keys) continue;
-      const bool causal = key0 + at.column + j <= a.first + row0 + at.row + i;
-      a.scores[(row0 + at.row + i) * sizes.length + key0 + at.column + j] =
-          causal ? total[i][j] * sizes.index_scale : -INFINITY;
+      a.scores[(row0 + at.row + i) * sizes.length + key0 + at.column + j] = total[i][j] * sizes.index_scale;
     }
+  }
+}
+
+// The position at which the sequence of position t starts.
+__device__ std::int64_t sequence_start(const Packing& packing, std::int64_t t) {
+  if (packing.starts == nullptr) return 0;
+  std::int64_t low = 0;
+  std::int64_t high = packing.sequences;
+  while (high - low > 1) {  // starts[low] <= t < starts[high], but for empty sequences
+    const std::int64_t middle = (low + high) / 2;
+    if (packing.starts[middle] <= t) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return packing.starts[low];
+}
+
+// One block a query: what it can't see becomes -inf.
+__global__ void hide_unseen(DsaScoreRows a) {
+  const std::int64_t t = a.first + blockIdx.x, from = sequence_start(a.packing, t);
+  float* scores = a.scores + std::int64_t{blockIdx.x} * a.sizes.length;
+  for (std::int64_t s = threadIdx.x; s < a.sizes.length; s += kThreads) {
+    if (s < from || s > t) scores[s] = -INFINITY;
   }
 }
 
@@ -71,13 +89,43 @@ struct Threshold {
   unsigned bits;  // of the k-th largest value
   int equal;      // how many that equal it are among the k
 };
-// wanted <= count.
+
+// The digit, from the largest down, at which `wanted` numbers are reached, and how many of its own are
+// wanted.
+__device__ Threshold find_digit(const int (&histogram)[kDigits], int wanted) {
+  constexpr int kEach = kDigits / kThreads;
+  __shared__ int warp_total[kThreads / kWarp];
+  __shared__ Threshold found;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int top = kDigits - 1 - thread * kEach;  // this thread's digits go down from here
+  int mine = 0;
+  for (int i = 0; i < kEach; ++i) mine += histogram[top - i];
+  int before = mine;  // becomes the sum up to and with this thread
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kFullWarp, before, step);
+    if (thread % kWarp >= step) before += other;
+  }
+  if (thread % kWarp == kWarp - 1) warp_total[thread / kWarp] = before;
+  __syncthreads();
+  for (int warp = 0; warp < thread / kWarp; ++warp) before += warp_total[warp];
+  before -= mine;
+  if (before < wanted && wanted <= before + mine) {
+    int digit = top;
+    int left = wanted - before;
+    while (histogram[digit] < left) left -= histogram[digit--];
+    found = {static_cast<unsigned>(digit), left};
+  }
+  __syncthreads();
+  return found;
+}
+
+// wanted is 1 to count.
 __device__ Threshold kth_largest(const float* scores, int count, int wanted) {
   __shared__ int histogram[kDigits];
-  __shared__ Threshold found;
   unsigned known = 0;
   unsigned known_mask = 0;
-  for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
+  for (int shift = kFirstShift; shift >= 0; shift = shift == 0 ? -1 : max(0, shift - kDigitBits)) {
+    // The last digit overlaps the one before by a bit, which is known by then.
     for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) histogram[digit] = 0;
     __syncthreads();
     for (int s = static_cast<int>(threadIdx.x); s < count; s += kThreads) {
@@ -86,43 +134,39 @@ __device__ Threshold kth_largest(const float* scores, int count, int wanted) {
       if ((bits & known_mask) == known) atomicAdd(&histogram[(bits >> shift) & (kDigits - 1U)], 1);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int digit = kDigits - 1;
-      while (digit > 0 && histogram[digit] < wanted) wanted -= histogram[digit--];
-      found = {known | (static_cast<unsigned>(digit) << shift), wanted};
-    }
-    __syncthreads();
-    known = found.bits;
-    wanted = found.equal;
+    const Threshold digit = find_digit(histogram, wanted);
+    known |= digit.bits << shift;
+    wanted = digit.equal;
     known_mask |= (kDigits - 1U) << shift;
   }
   return {known, wanted};
 }
 
 // One block a query of one sequence.
-__global__ void select_positions(ScoreRows a, std::int32_t* selected) {
-  const int t = static_cast<int>(a.first + blockIdx.x);
+__global__ void __launch_bounds__(kThreads) select_positions(DsaScoreRows a, std::int32_t* selected) {
+  const std::int64_t t = a.first + blockIdx.x;
   const int slots = static_cast<int>(a.sizes.slots);
-  const int causal = t + 1;
-  const float* scores = a.scores + std::int64_t{blockIdx.x} * a.sizes.length;
+  const auto from = static_cast<int>(sequence_start(a.packing, t));
+  const int count = static_cast<int>(t) + 1 - from;
+  const float* scores = a.scores + std::int64_t{blockIdx.x} * a.sizes.length + from;
   std::int32_t* out = selected + (a.batch * a.sizes.length + t) * slots;
-  if (causal <= slots) {
-    for (int j = static_cast<int>(threadIdx.x); j < slots; j += kThreads) out[j] = j < causal ? j : -1;
+  if (count <= slots) {
+    for (int j = static_cast<int>(threadIdx.x); j < slots; j += kThreads) out[j] = j < count ? from + j : -1;
     return;
   }
-  const Threshold threshold = kth_largest(scores, causal, slots);
+  const Threshold threshold = kth_largest(scores, count, slots);
   int placed = 0;
   int equal_seen = 0;
-  for (int base = 0; base < causal && placed < slots; base += kThreads) {
+  for (int base = 0; base < count && placed < slots; base += kThreads) {
     const int s = base + static_cast<int>(threadIdx.x);
-    const unsigned bits = s < causal ? ordered_bits(scores[s]) : 0U;
-    const bool equal = s < causal && bits == threshold.bits;
+    const unsigned bits = s < count ? ordered_bits(scores[s]) : 0U;
+    const bool equal = s < count && bits == threshold.bits;
     int equal_here = 0;
     const int equal_rank = equal_seen + block_rank<kThreads>(equal, &equal_here);
-    const bool take = (s < causal && bits > threshold.bits) || (equal && equal_rank < threshold.equal);
+    const bool take = (s < count && bits > threshold.bits) || (equal && equal_rank < threshold.equal);
     int taken_here = 0;
     const int place = placed + block_rank<kThreads>(take, &taken_here);
-    if (take) out[place] = s;
+    if (take) out[place] = from + s;
     equal_seen += equal_here;
     placed += taken_here;
   }
@@ -135,6 +179,7 @@ DsaSizes dsa_sizes(OpCall& call, const DsaShape& shape) {
                   shape.index_heads, shape.index_width, shape.top_k});
   call.require(shape.length <= 0x7fffffff, "longer than 32-bit positions count");
   call.require(shape.top_k >= 1, "top_k must be at least 1");
+  call.require(!shape.packing || shape.batch == 1, "packed sequences are one batch row");
   const double index_numbers =
       static_cast<double>(shape.index_heads) * static_cast<double>(shape.index_width);
   const float scale = shape.scale != 0.0F
@@ -161,26 +206,38 @@ std::int64_t dsa_tokens_per_turn(const DsaSizes& sizes, std::int64_t floats_per_
 
 void launch(OpCall& call, const DsaSelect& op) {
   const DsaSizes sizes = dsa_sizes(call, op.shape);
-  if (sizes.length <= 0) return;
-  const std::int64_t rows = std::min(dsa_tokens_per_turn(sizes, sizes.length), sizes.length);
+  if (sizes.tokens() <= 0) return;
+  const Dtype type = op.in.index_q.dtype();
+  call.require(op.in.index_k.dtype() == type && op.in.index_w.dtype() == type,
+               "the indexer's arrays are of one type");
+  const bool fast = scores_fit_hopper(call, op);
+  const std::int64_t fitting = kDsaScoreBytes / (sizes.length * static_cast<std::int64_t>(sizeof(float)));
+  const std::int64_t rows = std::clamp<std::int64_t>(fitting, 1, std::min(sizes.length, kMaxRows));
   float* scratch = op.scores == nullptr ? call.scratch<float>(rows * sizes.length) : nullptr;
   for (std::int64_t batch = 0; batch < sizes.batch; ++batch) {
     for (std::int64_t first = 0; first < sizes.length; first += rows) {
       const std::int64_t count = std::min(rows, sizes.length - first);
       float* scores =
           op.scores == nullptr ? scratch : op.scores + (batch * sizes.length + first) * sizes.length;
-      const ScoreRows score_rows{.sizes = sizes,
-                                 .index_q = op.in.index_q,
-                                 .index_k = op.in.index_k,
-                                 .index_w = op.in.index_w,
-                                 .batch = batch,
-                                 .first = first,
-                                 .rows = count,
-                                 .scores = scores};
-      call.launch(
-          index_scores,
-          Grid{.x = ceil_div(sizes.length, kTile), .y = ceil_div(count, kTile), .threads = kTileThreads},
-          score_rows);
+      const DsaScoreRows score_rows{.sizes = sizes,
+                                    .index_q = op.in.index_q,
+                                    .index_k = op.in.index_k,
+                                    .index_w = op.in.index_w,
+                                    .packing = op.shape.packing,
+                                    .batch = batch,
+                                    .first = first,
+                                    .rows = count,
+                                    .scores = scores};
+      const Grid tiles{
+          .x = ceil_div(first + count, kTile), .y = ceil_div(count, kTile), .threads = kTileThreads};
+      if (fast) {
+        launch_hopper_scores(call, score_rows);
+      } else if (type == Dtype::kF32) {
+        call.launch(index_scores<float>, tiles, score_rows);
+      } else {
+        call.launch(index_scores<Bf16>, tiles, score_rows);
+      }
+      if (op.scores != nullptr) call.launch(hide_unseen, Grid{.x = count, .threads = kThreads}, score_rows);
       call.launch(select_positions, Grid{.x = count, .threads = kThreads}, score_rows, op.selected);
     }
   }

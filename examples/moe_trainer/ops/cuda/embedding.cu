@@ -1,67 +1,156 @@
 // out_t = table[ids_t];  d_table[id] += sum over t with ids_t = id of d_out_t, t ascending
 //   table, d_table: (V, D)   out, d_out: (T, D)   ids: (T)
-// Backward has one block an id and 256 columns. Ids are found from whichever list is shorter: the vocabulary,
-// or the tokens, where the first token of an id sums for all later ones.
+// Backward sorts the tokens by id (stable, so a run of equal ids is in order of its tokens) and cuts the
+// sorted tokens into chunks. A block sums the runs of one chunk: a run inside it goes to the table, the parts
+// of a run that crosses chunks to scratch, where the chunk that the run starts in adds them up in order.
+#include <cub/device/device_radix_sort.cuh>
+
+#include "examples/moe_trainer/ops/cuda/elements.cuh"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
-#include "examples/moe_trainer/ops/cuda/reduce.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kSumThreads = 128;
+constexpr int kChunk = 32;  // tokens
 
+// kCount numbers a thread, 16 bytes or one.
+template <typename T, int kCount>
 __global__ void embed(Embedding op) {
-  const std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (at >= op.tokens * op.width) return;
-  op.out[at] = op.table[std::int64_t{op.ids[at / op.width]} * op.width + at % op.width];
+  const std::int64_t packs = op.width / kCount;
+  const std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x, token = at / packs;
+  if (token >= op.tokens) return;
+  const std::int64_t column = at % packs * kCount;
+  const T* from = op.table.as<T>() + std::int64_t{op.ids[token]} * op.width + column;
+  T* to = op.out.as<T>() + token * op.width + column;
+  if constexpr (kCount == 1) {
+    *to = *from;
+  } else {
+    store_raw(to, load_raw(from));
+  }
 }
 
-enum class BlockIs : std::uint8_t { kId, kToken };
+__global__ void count_up(std::int32_t* out, std::int64_t count) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) out[i] = static_cast<std::int32_t>(i);
+}
 
-__global__ void embed_backward(EmbeddingBackward op, BlockIs block_is) {
-  __shared__ std::int32_t found[kThreads];
-  const std::int64_t block = blockIdx.x;
-  const std::int64_t begin = block_is == BlockIs::kToken ? block : 0;
-  const auto id = block_is == BlockIs::kToken ? op.ids[block] : static_cast<std::int32_t>(block);
-  for (std::int64_t base = 0; base < begin; base += kThreads) {
-    const std::int64_t t = base + threadIdx.x;
-    if (__syncthreads_or(static_cast<int>(t < begin && op.ids[t] == id)) != 0)
-      return;  // an earlier block's id
-  }
-  const std::int64_t column = std::int64_t{blockIdx.y} * kThreads + threadIdx.x;
+struct SortedTokens {
+  const std::int32_t* id;     // ascending
+  const std::int32_t* token;  // ascending where ids are equal
+  std::int64_t count;
+};
+
+// parts: (chunks, 2, width): what the chunk has of a run that began before it, and of one that goes on after
+// it. A chunk inside one long run has the first alone.
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_chunks(EmbeddingBackward op, SortedTokens sorted, float* parts) {
+  const std::int64_t columns = (op.width + kSumThreads - 1) / kSumThreads;
+  const std::int64_t chunk = blockIdx.x / columns, begin = chunk * kChunk;
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) % columns * kSumThreads + threadIdx.x;
+  const std::int64_t end = min(sorted.count, begin + kChunk);
+  if (column >= op.width) return;
+  const T* d_out = op.d_out.as<T>() + column;
+  float* part = parts + chunk * 2 * op.width + column;
+  bool continues = begin > 0 && sorted.id[begin - 1] == sorted.id[begin];
   float sum = 0.0F;
-  bool any = false;
-  for (std::int64_t base = begin; base < op.tokens; base += kThreads) {
-    const std::int64_t t = base + threadIdx.x;
-    const bool here = t < op.tokens && op.ids[t] == id;
-    int count = 0;
-    const int rank = block_rank<kThreads>(here, &count);
-    if (here) found[rank] = static_cast<std::int32_t>(t);
-    __syncthreads();
-    if (column < op.width) {
-      for (int i = 0; i < count; ++i) sum += op.d_out[std::int64_t{found[i]} * op.width + column];
+  for (std::int64_t i0 = begin; i0 < end; i0 += 8) {
+    float next[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      next[k] = i0 + k < end ? load_float(d_out + std::int64_t{sorted.token[i0 + k]} * op.width) : 0.0F;
     }
-    any = any || count > 0;
-    __syncthreads();  // before `found` is written again
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const std::int64_t i = i0 + k;
+      if (i >= end) break;
+      sum += next[k];
+      const std::int32_t id = sorted.id[i];
+      const bool last = i + 1 == sorted.count || sorted.id[i + 1] != id;
+      if (!last && i + 1 < end) continue;
+      if (continues) {
+        part[0] = sum;
+      } else if (!last) {
+        part[op.width] = sum;
+      } else {
+        op.d_table[std::int64_t{id} * op.width + column] += sum;
+      }
+      continues = false;
+      sum = 0.0F;
+    }
   }
-  if (any && column < op.width) op.d_table[std::int64_t{id} * op.width + column] += sum;
+}
+
+// One block row a chunk: where a run starts in it and goes on, its parts in order.
+__global__ void __launch_bounds__(kSumThreads)
+    join_runs(EmbeddingBackward op, SortedTokens sorted, const float* parts) {
+  const std::int64_t columns = (op.width + kSumThreads - 1) / kSumThreads;
+  const std::int64_t chunk = blockIdx.x / columns, begin = chunk * kChunk, next = begin + kChunk;
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) % columns * kSumThreads + threadIdx.x;
+  if (column >= op.width || next >= sorted.count) return;
+  const std::int32_t id = sorted.id[next - 1];
+  if (sorted.id[next] != id) return;                                              // it ends here
+  if (begin > 0 && sorted.id[begin] == id && sorted.id[begin - 1] == id) return;  // it began earlier
+  const float* part = parts + column;
+  float sum = part[(chunk * 2 + 1) * op.width];
+  for (std::int64_t i = next; i < sorted.count && sorted.id[i] == id; i += kChunk) {
+    sum += part[i / kChunk * 2 * op.width];
+  }
+  op.d_table[std::int64_t{id} * op.width + column] += sum;
+}
+
+int bits_for(std::int64_t below) {
+  int bits = 1;
+  while (bits < 31 && (std::int64_t{1} << bits) < below) ++bits;
+  return bits;
+}
+
+SortedTokens sort_by_id(OpCall& call, const EmbeddingBackward& op) {
+  auto* id = call.scratch<std::int32_t>(op.tokens);
+  auto* token = call.scratch<std::int32_t>(op.tokens);
+  auto* unsorted = call.scratch<std::int32_t>(op.tokens);
+  call.launch(count_up, grid_for(op.tokens, kThreads), unsorted, op.tokens);
+  std::size_t bytes = 0;
+  const auto sort = [&](void* scratch) {
+    call.check(cub::DeviceRadixSort::SortPairs(scratch, bytes, op.ids, id, unsorted, token,
+                                               static_cast<int>(op.tokens), 0, bits_for(op.vocabulary),
+                                               call.stream()),
+               "cub::DeviceRadixSort::SortPairs");
+  };
+  sort(nullptr);
+  sort(call.scratch<std::byte>(static_cast<std::int64_t>(bytes)));
+  return {id, token, op.tokens};
 }
 
 }  // namespace
 
 void launch(OpCall& call, const Embedding& op) {
   call.set_shape({op.tokens, op.width, op.vocabulary});
-  call.launch(embed, grid_for(op.tokens * op.width, kThreads), op);
+  call.require(op.table.dtype() == op.out.dtype(), "all arrays must have one type");
+  if (op.width <= 0) return;
+  with_element(op.table.dtype(), [&](auto element) {
+    using T = decltype(element);
+    if (op.width % kPack<T> == 0 && aligned(op.table.at()) && aligned(op.out.at())) {
+      call.launch(embed<T, kPack<T>>, grid_for(op.tokens * (op.width / kPack<T>), kThreads), op);
+    } else {
+      call.launch(embed<T, 1>, grid_for(op.tokens * op.width, kThreads), op);
+    }
+  });
 }
 
 void launch(OpCall& call, const EmbeddingBackward& op) {
   call.set_shape({op.tokens, op.width, op.vocabulary});
-  if (op.tokens <= 0) return;
-  const bool by_token = op.tokens < op.vocabulary;
-  call.launch(
-      embed_backward,
-      Grid{.x = by_token ? op.tokens : op.vocabulary, .y = ceil_div(op.width, kThreads), .threads = kThreads},
-      op, by_token ? BlockIs::kToken : BlockIs::kId);
+  if (op.tokens <= 0 || op.width <= 0) return;
+  call.require(op.tokens <= 0x7fffffff - kChunk, "more tokens than 32 bits count");
+  const SortedTokens sorted = sort_by_id(call, op);
+  const std::int64_t chunks = ceil_div(op.tokens, kChunk);
+  auto* parts = call.scratch<float>(chunks * 2 * op.width);
+  const Grid grid{.x = chunks * ceil_div(op.width, kSumThreads), .threads = kSumThreads};
+  with_element(op.d_out.dtype(),
+               [&](auto element) { call.launch(sum_chunks<decltype(element)>, grid, op, sorted, parts); });
+  call.launch(join_runs, grid, op, sorted, parts);
 }
 
 }  // namespace terrace::trainer::cuda

@@ -1,4 +1,6 @@
-// What the KDA kernels share: sizes, the prepared inputs, and the recurrence over time.
+// The general form of KDA, any width to 128, fp32, one step after another; bf16 arrays are widened for it.
+// kda_chunked.hpp is the fast form. Here is what its kernels share: sizes, the prepared inputs, and the
+// recurrence over time.
 //
 // State columns are independent of one another in the forward recurrence. A warp owns kColumnsPerWarp columns
 // of one head's state [K, V]: lane l holds rows l, l + 32, ... in registers.
@@ -16,6 +18,8 @@ inline constexpr std::int64_t kMaxKdaWidth = 128;  // of keys and of values
 struct KdaSizes {
   std::int64_t batch, length, key_heads, value_heads, key_width, value_width;  // B T H HV K V
   float scale;
+  std::int64_t sequences;
+  const std::int32_t* starts;  // null: batch rows
 };
 // Throws where the shape is beyond what the kernels take.
 [[nodiscard]] KdaSizes kda_sizes(OpCall& call, const KdaShape& shape);
@@ -38,8 +42,8 @@ struct KdaScan {
   float* final_state;          // null: not wanted
   // The state before every `chunk` steps, in the lanes' order (see kda_scan.cuh); null: not wanted.
   float* checkpoints;
-  std::int64_t chunk, chunks;
-  std::int64_t first_head, heads;  // of the batch * value_heads heads
+  std::int64_t chunk, slots;       // slots: states kept for a head, see kda_state_slot
+  std::int64_t first_head, heads;  // of the value heads; every sequence
 };
 void scan_kda(OpCall& call, const KdaScan& scan);
 

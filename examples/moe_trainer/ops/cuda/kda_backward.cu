@@ -10,8 +10,10 @@
 #include <algorithm>
 
 #include "examples/moe_trainer/ops/cuda/kda.hpp"
+#include "examples/moe_trainer/ops/cuda/kda_chunked.hpp"
 #include "examples/moe_trainer/ops/cuda/kda_gradients.hpp"
 #include "examples/moe_trainer/ops/cuda/kda_scan.cuh"
+#include "examples/moe_trainer/ops/cuda/kda_widen.hpp"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
 
 namespace terrace::trainer::cuda {
@@ -27,9 +29,9 @@ struct Reverse {
   const float* v;
   const float* d_o;
   const float* d_final_state;
-  const float* checkpoints;  // (heads of this turn, chunks, state)
-  float* history;            // (heads of this turn, chunk, state)
-  std::int64_t chunk, chunks, first_head;
+  const float* checkpoints;  // (heads of this turn, slots, state)
+  float* history;            // (sequences, heads of this turn, chunk, state)
+  std::int64_t chunk, slots, first_head, heads;
   KdaHeadGradients out;
   float* d_v;
   float* d_initial_state;
@@ -121,20 +123,22 @@ __global__ void __launch_bounds__(kMaxThreads) kda_reverse(Reverse a) {
   const KdaSizes& sizes = a.sizes;
   const std::int64_t warps = blockDim.x / kWarp;
   const std::int64_t warp = threadIdx.x / kWarp;
-  const KdaHead at = kda_head(sizes, a.first_head + blockIdx.x, warp * kColumnsPerWarp);
+  const std::int64_t turn_head = blockIdx.x % a.heads;
+  const KdaHead at = kda_head(sizes, blockIdx.x / a.heads, a.first_head + turn_head, warp * kColumnsPerWarp);
   const std::int64_t lane_floats = std::int64_t{kRows} * kColumnsPerWarp * kWarp;
   const std::int64_t half = warps * partial_floats(sizes);
   float* history = a.history + (std::int64_t{blockIdx.x} * warps + warp) * a.chunk * lane_floats;
   LaneState<kRows> d_state;
   load_state<kRows>(sizes, at, a.d_final_state, d_state);
   int turn = 0;
-  for (std::int64_t chunk = a.chunks - 1; chunk >= 0; --chunk) {
+  for (std::int64_t chunk = (at.length + a.chunk - 1) / a.chunk - 1; chunk >= 0; --chunk) {
     const std::int64_t begin = chunk * a.chunk;
-    const std::int64_t end = begin + a.chunk < sizes.length ? begin + a.chunk : sizes.length;
+    const std::int64_t end = begin + a.chunk < at.length ? begin + a.chunk : at.length;
     {
       LaneState<kRows> state;
       load_lanes<kRows>(
-          a.checkpoints + ((std::int64_t{blockIdx.x} * a.chunks + chunk) * warps + warp) * lane_floats,
+          a.checkpoints +
+              ((turn_head * a.slots + kda_state_slot(at, a.chunk, chunk)) * warps + warp) * lane_floats,
           state);
       for (std::int64_t t = begin; t < end; ++t) {
         store_lanes<kRows>(state, history + (t - begin) * lane_floats);
@@ -157,32 +161,30 @@ __global__ void __launch_bounds__(kMaxThreads) kda_reverse(Reverse a) {
 }
 
 struct Plan {
-  std::int64_t chunk, chunks, heads;  // heads a turn
+  std::int64_t chunk, slots, heads;  // value heads a turn
 };
 // Chunks near the square root of the length keep the fewest states.
 Plan plan_states(const KdaSizes& sizes) {
   std::int64_t chunk = 16;
-  while (chunk * chunk < sizes.length && chunk < 128) chunk *= 2;
-  const std::int64_t chunks = ceil_div(sizes.length, chunk);
+  const std::int64_t tokens = sizes.batch * sizes.length;
+  while (chunk * chunk * sizes.sequences < tokens && chunk < 128) chunk *= 2;
+  const std::int64_t slots = tokens / chunk + sizes.sequences;
   const std::int64_t head_bytes =
-      (chunk + chunks) * kda_state_floats(sizes) * static_cast<std::int64_t>(sizeof(float));
-  const std::int64_t heads = sizes.batch * sizes.value_heads;
+      (chunk * sizes.sequences + slots) * kda_state_floats(sizes) * static_cast<std::int64_t>(sizeof(float));
   return {.chunk = chunk,
-          .chunks = chunks,
-          .heads = std::clamp<std::int64_t>(kStateBytes / head_bytes, 1, heads)};
+          .slots = slots,
+          .heads = std::clamp<std::int64_t>(kStateBytes / head_bytes, 1, sizes.value_heads)};
 }
 
-}  // namespace
-
-void launch(OpCall& call, const KdaBackward& op) {
+void launch_steps(OpCall& call, const KdaBackward& op) {
   const KdaSizes sizes = kda_sizes(call, op.shape);
-  const std::int64_t heads = sizes.batch * sizes.value_heads;
-  if (heads <= 0 || sizes.length <= 0) return;
+  const std::int64_t heads = sizes.value_heads;
+  if (heads <= 0 || sizes.sequences <= 0) return;
   const KdaPrepared prepared = prepare_kda(call, op.shape, op.in);
   const KdaHeadGradients gradients = kda_head_gradients(call, op);
   const Plan plan = plan_states(sizes);
-  auto* checkpoints = call.scratch<float>(plan.heads * plan.chunks * kda_state_floats(sizes));
-  auto* history = call.scratch<float>(plan.heads * plan.chunk * kda_state_floats(sizes));
+  auto* checkpoints = call.scratch<float>(plan.heads * plan.slots * kda_state_floats(sizes));
+  auto* history = call.scratch<float>(sizes.sequences * plan.heads * plan.chunk * kda_state_floats(sizes));
   const std::int64_t warps = kda_warps_per_head(sizes);
   for (std::int64_t first = 0; first < heads; first += plan.heads) {
     const std::int64_t count = std::min(plan.heads, heads - first);
@@ -194,7 +196,7 @@ void launch(OpCall& call, const KdaBackward& op) {
                            .final_state = nullptr,
                            .checkpoints = checkpoints,
                            .chunk = plan.chunk,
-                           .chunks = plan.chunks,
+                           .slots = plan.slots,
                            .first_head = first,
                            .heads = count});
     const Reverse reverse{.sizes = sizes,
@@ -205,18 +207,29 @@ void launch(OpCall& call, const KdaBackward& op) {
                           .checkpoints = checkpoints,
                           .history = history,
                           .chunk = plan.chunk,
-                          .chunks = plan.chunks,
+                          .slots = plan.slots,
                           .first_head = first,
+                          .heads = count,
                           .out = gradients,
                           .d_v = op.d_v,
                           .d_initial_state = op.d_initial_state};
     const auto shared_floats = static_cast<std::size_t>(2 * warps * (3 * sizes.key_width + 1));
-    const Grid grid{.x = count,
+    const Grid grid{.x = sizes.sequences * count,
                     .threads = static_cast<int>(warps) * kWarp,
                     .shared_bytes = shared_floats * sizeof(float)};
     with_rows_per_lane(sizes, [&]<int kRows>() { call.launch(kda_reverse<kRows>, grid, reverse); });
   }
   finish_kda_gradients(call, op, prepared, gradients);
+}
+
+}  // namespace
+
+void launch(OpCall& call, const KdaBackward& op) {
+  if (runs_chunked(call, op)) {
+    launch_chunked(call, op);
+  } else {
+    run_widened(call, op, launch_steps);
+  }
 }
 
 }  // namespace terrace::trainer::cuda

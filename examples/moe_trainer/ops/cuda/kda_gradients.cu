@@ -126,14 +126,33 @@ void finish_gate(OpCall& call, const KdaBackward& op, const KdaPrepared& prepare
                            .slices = slices,
                            .d_dt = d_dt,
                            .d_a = d_a});
-  if (op.d_dt_bias != nullptr) sum_slices<Accumulate::kAdd>(call, d_dt, slices.slices, columns, op.d_dt_bias);
-  if (op.d_a_log != nullptr) {
-    call.launch(rate_totals, Grid{.x = shape.value_heads, .threads = kColumnThreads}, d_a, slices.slices,
-                columns, shape.key_width, op.d_a_log);
-  }
+  add_gate_sums(call, op, {d_dt, d_a, slices.slices});
 }
 
+struct PartOf {
+  const float* parts;
+  std::int64_t columns;
+  __device__ float operator()(std::int64_t row, std::int64_t column) const {
+    return parts[row * columns + column];
+  }
+};
+
 }  // namespace
+
+void add_gate_sums(OpCall& call, const KdaBackward& op, const KdaGateParts& parts) {
+  const KdaShape& shape = op.shape;
+  const std::int64_t columns = shape.value_heads * shape.key_width;
+  if (parts.count <= 0 || columns <= 0) return;
+  if (op.d_dt_bias != nullptr) {
+    add_column_sums(call, PartOf{parts.d_dt, columns}, parts.count, columns, op.d_dt_bias);
+  }
+  if (op.d_a_log == nullptr) return;
+  auto* d_a = call.scratch<float>(columns);
+  call.zero(d_a, columns);
+  add_column_sums(call, PartOf{parts.d_a, columns}, parts.count, columns, d_a);
+  call.launch(rate_totals, Grid{.x = shape.value_heads, .threads = kColumnThreads}, d_a, std::int64_t{1},
+              columns, shape.key_width, op.d_a_log);
+}
 
 KdaHeadGradients kda_head_gradients(OpCall& call, const KdaBackward& op) {
   const KdaShape& shape = op.shape;

@@ -19,4 +19,13 @@ struct KdaHeadGradients {
 void finish_kda_gradients(OpCall& call, const KdaBackward& op, const KdaPrepared& prepared,
                           const KdaHeadGradients& gradients);
 
+// Sums over chunks or slices of the gate's parameters' gradients: each (count, HV, K).
+struct KdaGateParts {
+  const float* d_dt;
+  const float* d_a;
+  std::int64_t count;
+};
+// Adds them to op.d_dt_bias and, over K, to op.d_a_log.
+void add_gate_sums(OpCall& call, const KdaBackward& op, const KdaGateParts& parts);
+
 }  // namespace terrace::trainer::cuda

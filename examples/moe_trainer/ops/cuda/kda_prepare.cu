@@ -59,6 +59,7 @@ KdaSizes kda_sizes(OpCall& call, const KdaShape& shape) {
   call.require(shape.value_width >= 1 && shape.value_width <= kMaxKdaWidth, "value_width must be 1 to 128");
   call.require(shape.key_heads >= 1 && shape.value_heads % shape.key_heads == 0,
                "value_heads must be a multiple of key_heads");
+  call.require(!shape.packing || shape.batch == 1, "packed sequences lie in one batch row");
   const float scale = shape.scale != 0.0F
                           ? shape.scale
                           : static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape.key_width)));
@@ -68,7 +69,9 @@ KdaSizes kda_sizes(OpCall& call, const KdaShape& shape) {
           .value_heads = shape.value_heads,
           .key_width = shape.key_width,
           .value_width = shape.value_width,
-          .scale = scale};
+          .scale = scale,
+          .sequences = shape.sequences(),
+          .starts = shape.packing.starts};
 }
 
 KdaPrepared prepare_kda(OpCall& call, const KdaShape& shape, const KdaInputs& in) {

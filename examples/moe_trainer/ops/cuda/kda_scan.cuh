@@ -11,14 +11,27 @@ template <int kRows>
 using LaneState = float[kRows][kColumnsPerWarp];
 
 struct KdaHead {
-  std::int64_t head;  // b * HV + hv
-  std::int64_t batch, value_head, key_head;
-  std::int64_t column;  // the warp's first
+  std::int64_t head;  // sequence * HV + hv
+  std::int64_t sequence, value_head, key_head;
+  std::int64_t first_token, length;  // of the sequence
+  std::int64_t column;               // the warp's first
 };
-__device__ inline KdaHead kda_head(const KdaSizes& sizes, std::int64_t head, std::int64_t column) {
-  const std::int64_t value_head = head % sizes.value_heads;
-  return {head, head / sizes.value_heads, value_head, value_head / (sizes.value_heads / sizes.key_heads),
+__device__ inline KdaHead kda_head(const KdaSizes& sizes, std::int64_t sequence, std::int64_t value_head,
+                                   std::int64_t column) {
+  const bool packed = sizes.starts != nullptr;
+  const std::int64_t first = packed ? sizes.starts[sequence] : sequence * sizes.length;
+  return {sequence * sizes.value_heads + value_head,
+          sequence,
+          value_head,
+          value_head / (sizes.value_heads / sizes.key_heads),
+          first,
+          packed ? sizes.starts[sequence + 1] - first : sizes.length,
           column};
+}
+// Where the state before chunk n of a sequence is kept: sequences follow one another, each with a slot to
+// spare.
+__device__ inline std::int64_t kda_state_slot(const KdaHead& at, std::int64_t chunk, std::int64_t n) {
+  return at.first_token / chunk + at.sequence + n;
 }
 
 // What a lane needs of step t: its rows of q, k and the decay, the warp's columns of v, and beta. Rows and
@@ -33,7 +46,7 @@ struct KdaStep {
 };
 
 __device__ inline std::int64_t value_row(const KdaSizes& sizes, const KdaHead& at, std::int64_t t) {
-  return (at.batch * sizes.length + t) * sizes.value_heads + at.value_head;
+  return (at.first_token + t) * sizes.value_heads + at.value_head;
 }
 
 // The warp's columns of row t of a (B, T, HV, V) tensor.
@@ -51,7 +64,7 @@ __device__ void load_step(const KdaSizes& sizes, const KdaPrepared& in, const fl
                           std::int64_t t, KdaStep<kRows>& step) {
   const std::int64_t lane = threadIdx.x % kWarp;
   const std::int64_t head_row = value_row(sizes, at, t);
-  const std::int64_t key_row = (at.batch * sizes.length + t) * sizes.key_heads + at.key_head;
+  const std::int64_t key_row = (at.first_token + t) * sizes.key_heads + at.key_head;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const std::int64_t row = lane + std::int64_t{i} * kWarp;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "examples/moe_trainer/ops/cuda/elements.cuh"
+
 namespace terrace::trainer::cuda {
 
 inline constexpr int kTile = 64;
@@ -12,8 +14,9 @@ inline constexpr int kTilePatch = 4;  // rows and columns a thread
 
 // Where the numbers of one operand lie: element (i, d) of `extent` x depth at data[i * step + d *
 // depth_step].
+template <typename T = float>  // or Bf16
 struct TileOperand {
-  const float* data;
+  const T* data;
   std::int64_t extent;  // rows (or columns) of the tile that exist, counted from its start; more are zero
   std::int64_t step;
   std::int64_t depth_step;
@@ -29,19 +32,21 @@ __device__ inline TilePlace tile_place() {
           static_cast<int>(threadIdx.x) % (kTile / kTilePatch) * kTilePatch};
 }
 
-__device__ inline void load_tile(const TileOperand& from, std::int64_t depth0, std::int64_t depth,
+template <typename T>
+__device__ inline void load_tile(const TileOperand<T>& from, std::int64_t depth0, std::int64_t depth,
                                  float (&to)[kTileDepth][kTile + 1]) {
   for (int e = static_cast<int>(threadIdx.x); e < kTile * kTileDepth; e += kTileThreads) {
     // Neighbouring threads read neighbouring addresses.
     const int i = from.depth_step == 1 ? e / kTileDepth : e % kTile;
     const int d = from.depth_step == 1 ? e % kTileDepth : e / kTile;
     const bool inside = i < from.extent && depth0 + d < depth;
-    to[d][i] = inside ? from.data[i * from.step + (depth0 + d) * from.depth_step] : 0.0F;
+    to[d][i] = inside ? load_float(from.data + i * from.step + (depth0 + d) * from.depth_step) : 0.0F;
   }
 }
 
 // sum[i][j] += sum over d < depth of a(row + i, d) b(column + j, d), d ascending.
-__device__ inline void accumulate_tile(const TileOperand& a, const TileOperand& b, std::int64_t depth,
+template <typename A, typename B>
+__device__ inline void accumulate_tile(const TileOperand<A>& a, const TileOperand<B>& b, std::int64_t depth,
                                        float (&sum)[kTilePatch][kTilePatch]) {
   __shared__ float tile_a[kTileDepth][kTile + 1];
   __shared__ float tile_b[kTileDepth][kTile + 1];

@@ -1,0 +1,261 @@
+// The backward pass of sparse attention on Hopper: turns of tokens, each through
+//   do = dy sigmoid(gate), dgate, delta = <do, o>     here
+//   P, dA, dQ                                         dsa_token_gradients.cu
+//   dK, dV, part by part                              dsa_key_gradients.cu
+//   the indexer, where it learns                      dsa_index_hopper.cu, else dsa_backward.cu
+// What a turn keeps is bounded: at 2048 slots and the MLA form 128 tokens, 67 MB of P and dA and 151 MB of
+// rows for the keys. Beside it there are the fp32 sums of dK and dV, of the whole batch.
+#include <algorithm>
+
+#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.hpp"
+#include "examples/moe_trainer/ops/cuda/dsa_forward_hopper.hpp"
+#include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
+
+namespace terrace::trainer::cuda {
+namespace {
+
+constexpr std::int64_t kTurnTokens = 128;
+constexpr std::int64_t kBlockBytesOfTurn = 72LL << 20;
+constexpr std::int64_t kRowBytesOfPart = 160LL << 20;
+constexpr int kThreads = 256;
+
+struct OutputGate {
+  DsaSizes sizes;
+  DsaTurn turn;
+  const Bf16* d_y;
+  const Bf16* gate;   // null: none
+  const Bf16* o;      // (turn, H, DV)
+  const float* lse;   // (turn, H)
+  const float* sink;  // null: its gradient is not wanted
+  Bf16* d_gate;       // null: not wanted
+  Bf16* d_o;          // (turn, H, DV)
+  float* delta;       // (turn, H)
+  float* sink_terms;  // (B T, H)
+};
+
+__device__ inline float2 pair_at(const Bf16* numbers) {
+  const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(numbers);
+  return make_float2(low_half(pair), high_half(pair));
+}
+__device__ inline void put_pair(Bf16* numbers, std::uint32_t pair) {
+  *reinterpret_cast<std::uint32_t*>(numbers) = pair;
+}
+
+// A warp a token and head.
+__global__ void __launch_bounds__(kThreads) output_gate(const OutputGate a) {
+  const std::int64_t in_turn = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
+  if (in_turn >= a.turn.count * a.sizes.heads) return;
+  const std::int64_t row = a.turn.first * a.sizes.heads + in_turn, width = a.sizes.value_width;
+  float delta = 0.0F;
+  for (std::int64_t c = threadIdx.x % kWarp * 2; c < width; c += 2 * kWarp) {
+    const float2 d_y = pair_at(a.d_y + row * width + c), o = pair_at(a.o + in_turn * width + c);
+    float2 open = make_float2(1.0F, 1.0F);
+    if (a.gate != nullptr) {
+      const float2 gate = pair_at(a.gate + row * width + c);
+      open = make_float2(sigmoid(gate.x), sigmoid(gate.y));
+      if (a.d_gate != nullptr) {
+        put_pair(a.d_gate + row * width + c,
+                 as_pair(d_y.x * o.x * open.x * (1.0F - open.x), d_y.y * o.y * open.y * (1.0F - open.y)));
+      }
+    }
+    const std::uint32_t d_o = as_pair(d_y.x * open.x, d_y.y * open.y);
+    put_pair(a.d_o + in_turn * width + c, d_o);
+    // Of the rounded numbers, which the products see: the gradients of a row of logits then cancel.
+    delta += low_half(d_o) * o.x + high_half(d_o) * o.y;
+  }
+  delta = warp_sum(delta);
+  if (threadIdx.x % kWarp != 0) return;
+  a.delta[in_turn] = delta;
+  if (a.sink != nullptr) {
+    a.sink_terms[row] = -expf(a.sink[in_turn % a.sizes.heads] - a.lse[in_turn]) * delta;
+  }
+}
+
+// share (turn, slots) = sum over heads of P.
+__global__ void sum_block_heads(const DsaSizes sizes, const DsaTurn turn, const SlotBlocks blocks,
+                                const std::int32_t* selected, float* share) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= turn.count * sizes.slots) return;
+  const std::int64_t token = i / sizes.slots, slot = i % sizes.slots;
+  float sum = 0.0F;
+  if (selected[turn.first * sizes.slots + i] >= 0) {
+    const Bf16* block = blocks.p + (token * blocks.blocks + slot / kBlockSlots) * kDsaHeads * kBlockSlots;
+    for (int head = 0; head < kDsaHeads; ++head) {
+      sum +=
+          __uint_as_float(static_cast<unsigned>(block[head * kBlockSlots + slot % kBlockSlots].bits) << 16);
+    }
+  }
+  share[i] = sum;
+}
+
+// Scratch of one call.
+struct Space {
+  std::int64_t per_turn, per_part;
+  SlotBlocks blocks;
+  Bf16* d_o;
+  float* delta;
+  Bf16* o;     // null: the caller has it
+  float* lse;  // null: the caller has it
+  Bf16* rows;
+  unsigned long long* chosen;
+  float* sink_terms;
+  float* d_k;
+  float* d_v;
+};
+
+Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
+  Space s{};
+  const std::int64_t tokens = sizes.tokens(), blocks = slot_blocks(sizes.slots);
+  const std::int64_t block_numbers = blocks * kDsaHeads * kBlockSlots;
+  const std::int64_t row_numbers = blocks * kBlockSlots * dsa_row_width(sizes);
+  s.per_turn =
+      std::clamp<std::int64_t>(kBlockBytesOfTurn / (4 * block_numbers), 1, std::min(kTurnTokens, tokens));
+  s.per_part = std::clamp<std::int64_t>(kRowBytesOfPart / (2 * row_numbers), 1,
+                                        std::min<std::int64_t>(kPartTokens, s.per_turn));
+  s.blocks = {call.scratch<Bf16>(s.per_turn * block_numbers), call.scratch<Bf16>(s.per_turn * block_numbers),
+              blocks};
+  const std::int64_t turn_rows = s.per_turn * sizes.heads;
+  s.d_o = call.scratch<Bf16>(turn_rows * sizes.value_width);
+  s.delta = call.scratch<float>(turn_rows);
+  if (op.lse == nullptr || !op.attention) {
+    s.o = call.scratch<Bf16>(turn_rows * sizes.value_width);
+    s.lse = call.scratch<float>(turn_rows);
+  }
+  s.rows = call.scratch<Bf16>(s.per_part * row_numbers);
+  s.chosen = call.scratch<unsigned long long>(tokens);
+  if (op.in.sink != nullptr && op.d_sink != nullptr) s.sink_terms = call.scratch<float>(tokens * sizes.heads);
+  s.d_k = call.scratch<float>(tokens * sizes.key_width);
+  call.zero(s.d_k, tokens * sizes.key_width);
+  if (op.in.v) {
+    s.d_v = call.scratch<float>(tokens * sizes.value_width);
+    call.zero(s.d_v, tokens * sizes.value_width);
+  }
+  return s;
+}
+
+void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
+              const DsaTurn& turn) {
+  const auto* q = op.in.q.as<Bf16>();
+  const auto* k = op.in.k.as<Bf16>();
+  const auto* v = op.in.v.as<Bf16>();
+  if (space.o != nullptr) {
+    launch_hopper_forward(call, HopperForward{.sizes = sizes,
+                                              .q = q,
+                                              .k = k,
+                                              .v = v,
+                                              .gate = nullptr,
+                                              .sink = op.in.sink,
+                                              .selected = op.selected,
+                                              .first = turn.first,
+                                              .count = turn.count,
+                                              .first_out = turn.first,
+                                              .y = nullptr,
+                                              .lse = space.lse,
+                                              .attention = space.o});
+  }
+  const std::int64_t first_row = turn.first * sizes.heads;
+  const float* lse = space.o != nullptr ? space.lse : op.lse + first_row;
+  const Bf16* o = space.o != nullptr ? space.o : op.attention.as<Bf16>() + first_row * sizes.value_width;
+  call.launch(output_gate, grid_for(turn.count * sizes.heads * kWarp, kThreads),
+              OutputGate{.sizes = sizes,
+                         .turn = turn,
+                         .d_y = op.d_y.as<Bf16>(),
+                         .gate = op.in.gate.as<Bf16>(),
+                         .o = o,
+                         .lse = lse,
+                         .sink = space.sink_terms != nullptr ? op.in.sink : nullptr,
+                         .d_gate = op.d_gate.as<Bf16>(),
+                         .d_o = space.d_o,
+                         .delta = space.delta,
+                         .sink_terms = space.sink_terms});
+  launch_token_gradients(call, TokenGradients{.sizes = sizes,
+                                              .turn = turn,
+                                              .q = q,
+                                              .k = k,
+                                              .v = v,
+                                              .selected = op.selected,
+                                              .lse = lse,
+                                              .delta = space.delta,
+                                              .d_o = space.d_o,
+                                              .out = space.blocks,
+                                              .d_q = op.d_q.as<Bf16>()});
+  for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
+    launch_key_contributions(
+        call, KeyContributions{.sizes = sizes,
+                               .turn = turn,
+                               .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
+                               .q = q,
+                               .d_o = space.d_o,
+                               .selected = op.selected,
+                               .blocks = space.blocks,
+                               .rows = space.rows,
+                               .chosen = space.chosen,
+                               .d_k = space.d_k,
+                               .d_v = space.d_v});
+  }
+}
+
+// The indexer's turn, in the attention's scratch.
+void run_index_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
+                    const IndexLearner& indexer, const DsaTurn& turn) {
+  const auto* index_q = op.in.index_q.as<Bf16>();
+  launch_index_gradients(call, IndexGradients{.sizes = sizes,
+                                              .turn = turn,
+                                              .q = index_q,
+                                              .k = op.in.index_k.as<Bf16>(),
+                                              .w = op.in.index_w.as<Bf16>(),
+                                              .selected = op.selected,
+                                              .share = indexer.share(),
+                                              .weight = op.index_loss_weight,
+                                              .blocks = space.blocks.blocks,
+                                              .d_x = space.blocks.d_logit,
+                                              .d_q = op.d_index_q.as<Bf16>(),
+                                              .d_w = op.d_index_w.as<Bf16>(),
+                                              .losses = indexer.losses()});
+  DsaSizes of_index = sizes;
+  of_index.heads = sizes.index_heads;
+  of_index.key_width = sizes.index_width;
+  of_index.value_width = 0;
+  for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
+    launch_index_key_contributions(
+        call, KeyContributions{.sizes = of_index,
+                               .turn = turn,
+                               .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
+                               .q = index_q,
+                               .d_o = nullptr,
+                               .selected = op.selected,
+                               .blocks = {nullptr, space.blocks.d_logit, space.blocks.blocks},
+                               .rows = space.rows,
+                               .chosen = space.chosen,
+                               .d_k = indexer.d_index_k(),
+                               .d_v = nullptr});
+  }
+}
+
+}  // namespace
+
+void launch_hopper_backward(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
+  const std::int64_t tokens = sizes.tokens();
+  const Space space = make_space(call, op, sizes);
+  const bool fast = index_fits_hopper(call, op);
+  const IndexLearner indexer(call, op, sizes, space.per_turn,
+                             fast ? IndexWork::kHopper : IndexWork::kGeneral);
+  for (std::int64_t first = 0; first < tokens; first += space.per_turn) {
+    const DsaTurn turn{first, std::min(space.per_turn, tokens - first)};
+    run_turn(call, op, sizes, space, turn);
+    if (indexer.share() == nullptr) continue;
+    call.launch(sum_block_heads, grid_for(turn.count * sizes.slots), sizes, turn, space.blocks, op.selected,
+                indexer.share());
+    if (fast) {
+      run_index_turn(call, op, sizes, space, indexer, turn);
+    } else {
+      indexer.run(call, turn);
+    }
+  }
+  store_dsa_sums(call, space.d_k, tokens * sizes.key_width, op.d_k.as<Bf16>());
+  if (op.in.v) store_dsa_sums(call, space.d_v, tokens * sizes.value_width, op.d_v.as<Bf16>());
+  if (space.sink_terms != nullptr) add_dsa_sink(call, space.sink_terms, sizes, op.d_sink);
+  indexer.finish(call);
+}
+
+}  // namespace terrace::trainer::cuda

@@ -1,0 +1,201 @@
+// The indexer's scores by wgmma: a block keeps 128 keys in registers, 64 a warpgroup, and goes through the
+// queries.
+//
+// Keys are the rows of the product and a query's heads its columns, X = kI (64 x 128) qI_t^T (128 x 64): then
+// the sum over heads of w relu(x) runs along a row, inside a thread and its quad. Queries come through three
+// stages.
+#include <algorithm>
+
+#include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
+#include "examples/moe_trainer/ops/cuda/hopper/tensor_map.hpp"
+
+namespace terrace::trainer::cuda {
+namespace {
+
+using hopper::Major;
+using hopper::Start;
+
+constexpr int kWidth = 128;  // DI
+constexpr int kBoxes = kWidth / kBoxColumns;
+constexpr int kSteps = kWidth / 16;
+constexpr int kThreads = 2 * hopper::kWarpgroup;
+constexpr int kKeys = 128;    // of a block
+constexpr int kQueries = 64;  // of a block
+constexpr int kStages = 3;
+constexpr int kBoxBytes = kDsaHeads * 128;
+constexpr int kWeights = kBoxes * kBoxBytes;  // of a stage, after the query
+constexpr int kStageBytes = kWeights + 1024;
+constexpr int kSharedBytes = kStages * kStageBytes + 1024;
+
+struct Scores {
+  DsaSizes sizes;
+  const Bf16* index_q;
+  const Bf16* index_k;
+  const Bf16* index_w;
+  Packing packing;
+  std::int64_t batch, first, rows;
+  float* scores;  // (rows, T)
+};
+
+// Where the sequence of `position` ends.
+__device__ inline std::int64_t sequence_end(const Packing& packing, std::int64_t position,
+                                            std::int64_t length) {
+  if (packing.starts == nullptr) return length;
+  std::int64_t low = 0;
+  std::int64_t high = packing.sequences;  // the first start after the position is among 1 .. sequences
+  while (low < high) {
+    const std::int64_t middle = (low + high) / 2;
+    if (packing.starts[middle] <= position) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return packing.starts[low];
+}
+
+__device__ inline void copy_query(const Scores& a, std::int64_t query, unsigned char* stage) {
+  const int heads = static_cast<int>(a.sizes.index_heads);
+  const std::int64_t token = a.batch * a.sizes.length + query;
+  const Bf16* q = a.index_q + token * heads * kWidth;
+  const std::uint32_t to = hopper::shared_address(stage);
+#pragma unroll
+  for (int i = 0; i < kDsaHeads * kWidth / 8; i += kThreads) {
+    const int piece = i + static_cast<int>(threadIdx.x), head = piece / 16, column = piece % 16;
+    const std::uint32_t at =
+        static_cast<std::uint32_t>(column / 8 * kBoxBytes + head * 128 + (column % 8 ^ head % 8) * 16);
+    const bool there = head < heads;
+    copy_piece(to + at, there ? q + std::int64_t{head} * kWidth + column * 8 : q, there ? 16 : 0);
+  }
+  if (threadIdx.x < kDsaHeads / 8) {
+    const int head = static_cast<int>(threadIdx.x) * 8;
+    const Bf16* w = a.index_w + token * heads;
+    copy_piece(to + kWeights + static_cast<std::uint32_t>(head * 2), head < heads ? w + head : w,
+               head < heads ? 16 : 0);
+  }
+}
+
+// This thread's part of its warpgroup's keys, as the left operand; keys past the end are zero.
+__device__ inline void load_keys(const Scores& a, std::int64_t key0, std::uint32_t (&key)[kSteps][4]) {
+  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t row = key0 + thread / kWarp * 16 + thread % kWarp / 4 + 8 * half;
+    const bool there = row < a.sizes.length;
+    const Bf16* at = a.index_k + (a.batch * a.sizes.length + (there ? row : 0)) * kWidth + thread % 4 * 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto* pairs = reinterpret_cast<const std::uint32_t*>(at + step * 16);
+      key[step][half] = there ? __ldg(pairs) : 0U;
+      key[step][2 + half] = there ? __ldg(pairs + 4) : 0U;
+    }
+  }
+}
+
+// score = c sum over heads of w relu(x), for the keys that the query sees.
+__device__ inline void write_scores(const Scores& a, const float (&x)[32], const unsigned char* w_pairs,
+                                    std::int64_t query, std::int64_t key0) {
+  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup, quad = thread % 4;
+  const auto* weights = reinterpret_cast<const std::uint32_t*>(w_pairs);
+  float score[2] = {};
+#pragma unroll
+  for (int group = 0; group < 8; ++group) {
+    const std::uint32_t w = weights[group * 4 + quad];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      score[half] += low_half(w) * fmaxf(x[group * 4 + half * 2], 0.0F);
+      score[half] += high_half(w) * fmaxf(x[group * 4 + half * 2 + 1], 0.0F);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    score[half] += __shfl_xor_sync(kFullWarp, score[half], 1);
+    score[half] += __shfl_xor_sync(kFullWarp, score[half], 2);
+    const std::int64_t row = key0 + thread / kWarp * 16 + thread % kWarp / 4 + 8 * half;
+    if (quad == 0 && row <= query)
+      a.scores[(query - a.first) * a.sizes.length + row] = score[half] * a.sizes.index_scale;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 2) index_scores(const __grid_constant__ Scores a) {
+#if TERRACE_SM90A
+  extern __shared__ unsigned char raw[];
+  unsigned char* shared = raw + ((1024U - hopper::shared_address(raw) % 1024U) % 1024U);
+  const std::int64_t length = a.sizes.length, block_key = std::int64_t{blockIdx.x} * kKeys;
+  const std::int64_t last_key = block_key + kKeys - 1 < length ? block_key + kKeys - 1 : length - 1;
+  // Queries that see one of the keys.
+  std::int64_t query = a.first + std::int64_t{blockIdx.y} * kQueries;
+  std::int64_t end = a.first + a.rows < query + kQueries ? a.first + a.rows : query + kQueries;
+  if (query < block_key) query = block_key;
+  if (query >= end) return;
+  const std::int64_t seen_until = sequence_end(a.packing, last_key, length);
+  if (end > seen_until) end = seen_until;
+  if (query >= end) return;
+  const std::int64_t key0 = block_key + threadIdx.x / hopper::kWarpgroup * 64;
+  std::uint32_t key[kSteps][4];
+  load_keys(a, key0, key);
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+    if (query + ahead < end) copy_query(a, query + ahead, shared + ahead * kStageBytes);
+    commit_copies();
+  }
+  int stage = 0;
+  for (; query < end; ++query) {
+    wait_copies<kStages - 2>();
+    hopper::fence_shared_for_async();
+    __syncthreads();  // the stage before is free, too
+    const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+    if (query + kStages - 1 < end) copy_query(a, query + kStages - 1, shared + free_stage * kStageBytes);
+    commit_copies();
+    unsigned char* at = shared + stage * kStageBytes;
+    const hopper::Operand q = hopper::k_major(at);
+    float x[32];
+#pragma unroll
+    for (float& value : x) value = 0.0F;
+    hopper::keep_registers(x);
+    hopper::fence_wgmma();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      hopper::wgmma_bf16<kDsaHeads, Major::kK>(
+          x, key[step], q.advanced(step / 4 * kBoxBytes + step % 4 * hopper::kKMajorStepBytes),
+          step == 0 ? Start::kZero : Start::kAccumulate);
+    }
+    hopper::commit_wgmma();
+    hopper::keep_registers(x);
+    hopper::wait_wgmma<0>();
+    hopper::keep_registers(x);
+    write_scores(a, x, at + kWeights, query, key0);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+#endif
+}
+
+}  // namespace
+
+bool scores_fit_hopper(OpCall& call, const DsaSelect& op) {
+  const DsaShape& shape = op.shape;
+  return op.in.index_q.dtype() == Dtype::kBf16 && shape.index_width == kWidth && shape.index_heads >= 8 &&
+         shape.index_heads <= kDsaHeads && shape.index_heads % 8 == 0 && fits_pieces(op.in.index_q) &&
+         fits_pieces(op.in.index_k) && fits_pieces(op.in.index_w) && hopper::device_traits(call).hopper;
+}
+
+void launch_hopper_scores(OpCall& call, const DsaScoreRows& rows) {
+  // No query of the block sees later keys.
+  const std::int64_t keys = rows.first + rows.rows;
+  call.launch(index_scores,
+              Grid{.x = ceil_div(keys, kKeys),
+                   .y = ceil_div(rows.rows, kQueries),
+                   .threads = kThreads,
+                   .shared_bytes = kSharedBytes},
+              Scores{.sizes = rows.sizes,
+                     .index_q = rows.index_q.as<Bf16>(),
+                     .index_k = rows.index_k.as<Bf16>(),
+                     .index_w = rows.index_w.as<Bf16>(),
+                     .packing = rows.packing,
+                     .batch = rows.batch,
+                     .first = rows.first,
+                     .rows = rows.rows,
+                     .scores = rows.scores});
+}
+
+}  // namespace terrace::trainer::cuda
