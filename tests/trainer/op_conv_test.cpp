@@ -93,10 +93,13 @@ Values conv_weight_gradient(const PackedCase& each, const Values& x, const Value
 }
 
 TEST_P(ConvOps, PackedStridedInBothTypes) {
-  const PackedCase kCases[] = {
-      {{1, 9, 8, 4}, {0, 1, 3, 3, 9}, 24}, {{1, 150, 132, 4}, {0, 2, 66, 67, 130, 150}, 264},
-      {{1, 70, 12, 3}, {0, 70}, 12},       {{1, 40, 7, 4}, {0, 33, 40}, 10},
-      {{1, 20, 8, 7}, {0, 4, 20}, 8},      {{1, 530, 4, 2}, {0, 511, 512, 530}, 4}};
+  const PackedCase kCases[] = {{{1, 9, 8, 4}, {0, 1, 3, 3, 9}, 24},
+                               {{1, 150, 132, 4}, {0, 2, 66, 67, 130, 150}, 264},
+                               {{1, 70, 12, 3}, {0, 70}, 12},
+                               {{1, 40, 7, 4}, {0, 33, 40}, 10},
+                               {{1, 20, 8, 7}, {0, 4, 20}, 8},
+                               {{1, 530, 4, 2}, {0, 511, 512, 530}, 4},
+                               {{1, 660, 260, 4}, {0, 3, 62, 126, 127, 128, 131, 255, 400, 515, 660}, 264}};
   for (const PackedCase& each : kCases) {
     for (const Dtype dtype : kBothTypes) {
       const oracle::ConvShape& s = each.shape;

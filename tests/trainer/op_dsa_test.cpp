@@ -79,25 +79,35 @@ class DsaOps : public OpsUnderTest {
     expect_near("d_index_w", op.d_index_w, want.index_w, tolerance);
     expect_near("index_loss", op.index_loss, {want.index_loss}, output_tolerance(type));
   }
-  // Forward, then backward twice: from what the forward kept, and with that computed again.
-  void check(const DsaShape& s, const oracle::DsaValues& in, const Lists& selected,
-             Dtype type = Dtype::kF32) {
+  struct Forward {
+    Out y, attention;
+    float* lse;
+  };
+  Forward check_forward(const DsaShape& s, const oracle::DsaValues& in, const Lists& selected, Dtype type) {
     SCOPED_TRACE(::testing::Message() << name_of(type) << " B " << s.batch << " T " << s.length << " H "
                                       << s.heads << " DK " << s.key_width << " k " << s.top_k);
     const DsaInputs on_device = to_device(in, type);
     const Values want = oracle::dsa(s, in, selected);
     const oracle::DsaParts parts = oracle::dsa_parts(s, in, selected);
     const auto count = static_cast<std::int64_t>(want.size());
-    const Out y = output(count, type), o = output(count, type);
-    float* lse = output(s.batch * s.length * s.heads);
-    ops().run(stream(), Dsa{s, on_device, upload(selected), y, lse, o});
-    expect_near("y", y, want, output_tolerance(type));
-    expect_near("attention", o, parts.o, output_tolerance(type));
-    expect_near("lse", lse, parts.lse, output_tolerance(type));
+    const Forward got{output(count, type), output(count, type), output(s.batch * s.length * s.heads)};
+    ops().run(stream(), Dsa{s, on_device, upload(selected), got.y, got.lse, got.attention});
+    expect_near("y", got.y, want, output_tolerance(type));
+    expect_near("attention", got.attention, parts.o, output_tolerance(type));
+    expect_near("lse", got.lse, parts.lse, output_tolerance(type));
     const Out alone = output(count, type);
     ops().run(stream(), Dsa{s, on_device, upload(selected), alone});
-    expect_same_bits("y without the rest", alone, y, count);
-
+    expect_same_bits("y without the rest", alone, got.y, count);
+    return got;
+  }
+  // Forward, then backward twice: from what the forward kept, and with that computed again.
+  void check(const DsaShape& s, const oracle::DsaValues& in, const Lists& selected,
+             Dtype type = Dtype::kF32) {
+    SCOPED_TRACE(::testing::Message() << name_of(type) << " B " << s.batch << " T " << s.length << " H "
+                                      << s.heads << " DK " << s.key_width << " k " << s.top_k);
+    const Forward forward = check_forward(s, in, selected, type);
+    const DsaInputs on_device = to_device(in, type);
+    const std::int64_t count = s.batch * s.length * s.heads * s.value_width;
     const Values d_y = rounded(random_values(count, 91), type);
     const oracle::DsaGradients gradient =
         oracle::dsa_backward(s, in, selected, d_y, static_cast<double>(0.7F));
@@ -105,8 +115,8 @@ class DsaOps : public OpsUnderTest {
     ops().run(stream(), op);
     expect_gradients(op, gradient);
     op = backward_op(s, on_device, selected, d_y);
-    op.lse = lse;
-    op.attention = o;
+    op.lse = forward.lse;
+    op.attention = forward.attention;
     op.d_index_q = op.d_index_k = op.d_index_w = Out(nullptr, type);
     op.index_loss = nullptr;
     ops().run(stream(), op);
@@ -164,6 +174,12 @@ constexpr DsaShape kWideIndexShapes[] = {{1, 1, 2, 128, 128, 64, 128, 4},
                                          {2, 65, 2, 128, 128, 64, 128, 33},
                                          {1, 150, 2, 128, 128, 24, 128, 100},
                                          {1, 70, 2, 576, 512, 5, 128, 200}};
+// More tokens than the matrix units' backward pass takes in a turn, all heads: keys by blocks, with batch
+// rows that turns cut; by blocks, several of them; by rows, as few of the keys are chosen.
+constexpr DsaShape kTurnShapes[] = {{9, 58, 64, 128, 128, 2, 16, 12},
+                                    {9, 58, 4, 576, 512, 8, 128, 12},
+                                    {1, 520, 1, 576, 512, 2, 16, 104},
+                                    {1, 520, 64, 128, 128, 8, 128, 8}};
 constexpr Parts kLatent{.own_value = false};
 
 TEST_P(DsaOps, AttentionAndGradients) {
@@ -185,10 +201,33 @@ TEST_P(DsaOps, ValuesOfTheirOwn) {
   for (const DsaShape& s : kOwnValueShapes) check_selected(s, inputs(s, 130, Dtype::kBf16), Dtype::kBf16);
 }
 
+// More tokens than multiprocessors and several tiles of slots, all heads or few; some tokens have nothing to
+// look at. With the larger scale later logits dwarf earlier ones.
+TEST_P(DsaOps, ManyTokensWithLongLists) {
+  for (DsaShape s : {DsaShape{1, 160, 64, 576, 512, 2, 16, 140}, DsaShape{1, 600, 2, 576, 512, 2, 16, 150},
+                     DsaShape{2, 300, 3, 128, 128, 2, 16, 330}}) {
+    const bool latent = s.key_width != s.value_width;
+    const oracle::DsaValues in = inputs(s, 150, Dtype::kBf16, {.own_value = !latent});
+    Lists selected = oracle::dsa_select(s, oracle::dsa_scores(s, in));
+    for (std::int64_t token = 7; token < s.batch * s.length; token += 11) {
+      std::fill_n(selected.begin() + token * s.slots(), s.slots(), -1);
+    }
+    if (s.heads < 64) s.scale = latent ? 0.4F : 1.0F;
+    check_forward(s, in, selected, Dtype::kBf16);
+  }
+}
+
 TEST_P(DsaOps, WideIndexersLearn) {
   for (const DsaShape& s : kWideIndexShapes) {
     const Parts parts{.own_value = s.key_width == s.value_width};
     check_selected(s, inputs(s, 140, Dtype::kBf16, parts), Dtype::kBf16);
+  }
+}
+
+TEST_P(DsaOps, AllHeadsInSeveralTurns) {
+  for (const DsaShape& s : kTurnShapes) {
+    const Parts parts{.own_value = s.key_width == s.value_width};
+    check_selected(s, inputs(s, 150, Dtype::kBf16, parts), Dtype::kBf16);
   }
 }
 
@@ -350,6 +389,7 @@ TEST_P(DsaOps, SameBitsAgain) {
   };
   for (const Case& each : {Case{{2, 150, 4, 32, 32, 2, 16, 24}, Dtype::kF32, {}},
                            Case{{1, 140, 8, 576, 512, 8, 128, 90}, Dtype::kBf16, kLatent},
+                           Case{{1, 140, 8, 128, 128, 8, 128, 12}, Dtype::kBf16, {}},
                            Case{{2, 70, 8, 128, 128, 2, 16, 40}, Dtype::kBf16, {}}}) {
     const DsaShape& s = each.shape;
     const oracle::DsaValues in = inputs(s, 80, each.type, each.parts);

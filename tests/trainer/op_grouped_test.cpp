@@ -19,7 +19,7 @@ struct Case {
 
 const std::vector<std::int32_t> kUneven = {0, 1, 63, 64, 65, 130, 0};
 const std::vector<std::int32_t> kTall = {0, 130, 129, 300, 1};
-const std::vector<std::int32_t> kEven = {66, 65, 70, 128, 64};
+const std::vector<std::int32_t> kEvenAndOddTiles = {130, 1, 0, 260};  // 2, 1, 0 and 3 rows of tiles
 
 std::vector<std::int32_t> few_rows(std::int64_t groups) {
   std::vector<std::int32_t> counts;
@@ -32,8 +32,8 @@ std::vector<Case> cases() {
           {"one column", 1, 1, kUneven},
           {"one tile", 40, 24, kUneven},
           {"tall groups, narrow", 136, 328, kTall, 13},
-          {"many columns", 4872, 264, kEven, 13},
-          {"many columns backwards", 264, 4872, kEven, 13},
+          {"many columns", 6152, 200, kEvenAndOddTiles, 13},
+          {"many columns backwards", 200, 6152, kEvenAndOddTiles, 13},
           {"300 groups of few rows", 264, 72, few_rows(300), 13},
           {"one group", 136, 136, {200}, 13}};
 }
@@ -161,7 +161,7 @@ TEST_P(GroupedOps, WeightGradient) {
   std::vector<Case> all = {{"odd sizes", 37, 21, kUneven},
                            {"one tile", 40, 24, kUneven},
                            {"tall groups", 136, 264, kTall, 13},
-                           {"wide", 520, 1544, {0, 130, 1, 49, 0}, 13},
+                           {"wide", 520, 2568, {0, 130, 1, 205}, 13},
                            {"300 groups of few rows", 72, 136, few_rows(300), 13}};
   for (const Dtype dtype : kBothTypes) {
     for (const Case& each : all) {
@@ -211,6 +211,8 @@ TEST_P(GroupedOps, ProductWithActivation) {
   const std::vector<Case> all = {{"odd sizes", 19, 21, kUneven},
                                  {"few rows each", 200, 136, kUneven, 13},
                                  {"tall groups", 200, 328, kTall, 13},
+                                 {"tall groups, few columns", 72, 136, kTall, 13},
+                                 {"tall groups, many columns", 2824, 72, kEvenAndOddTiles, 13},
                                  {"300 groups of few rows", 72, 72, few_rows(300), 13}};
   for (const Dtype dtype : kBothTypes) {
     for (const Case& each : all) {

@@ -16,9 +16,10 @@ constexpr RouterScore kScores[] = {RouterScore::kSigmoid, RouterScore::kSoftmax}
 constexpr Renormalise kRenormalise[] = {Renormalise::kYes, Renormalise::kNo};
 
 // tokens, experts, top_k, groups, top_groups, scaling
-constexpr RouterShape kShapes[] = {{1, 4, 2, 1, 1, 1.0F},    {13, 24, 6, 1, 1, 2.5F}, {9, 16, 4, 4, 2, 2.5F},
-                                   {7, 8, 3, 8, 3, 1.0F},    {5, 40, 40, 1, 1, 1.5F}, {11, 12, 6, 3, 3, 1.0F},
-                                   {2, 100, 16, 10, 3, 1.0F}};
+constexpr RouterShape kShapes[] = {
+    {1, 4, 2, 1, 1, 1.0F},   {13, 24, 6, 1, 1, 2.5F}, {9, 16, 4, 4, 2, 2.5F},    {7, 8, 3, 8, 3, 1.0F},
+    {5, 40, 40, 1, 1, 1.5F}, {11, 12, 6, 3, 3, 1.0F}, {2, 100, 16, 10, 3, 1.0F}, {3, 128, 5, 8, 4, 2.5F},
+    {5, 256, 8, 8, 4, 2.5F}, {2, 512, 7, 2, 1, 1.0F}, {2, 896, 16, 1, 1, 2.5F},  {1, 256, 32, 32, 5, 1.0F}};
 
 TEST_P(RoutingOps, EveryScoreAndSum) {
   for (RouterShape s : kShapes) {
@@ -45,6 +46,23 @@ TEST_P(RoutingOps, EveryScoreAndSum) {
             logits);
         expect_near("d_logits", d_logits, gradient, kGradient);
       }
+    }
+  }
+}
+
+// All scores alike, or all but two: the lower group and the lower expert, and of many experts as of few.
+TEST_P(RoutingOps, TiesGoToTheLowerOfManyExperts) {
+  for (const std::int64_t groups : {1, 8}) {
+    RouterShape s{2, 256, 6, groups, std::max<std::int64_t>(groups / 2, 1), 1.0F};
+    Values logits(512, 0.5);
+    logits[256 + 131] = logits[256 + 77] = 2;
+    for (const RouterScore score : kScores) {
+      SCOPED_TRACE(::testing::Message() << groups << " groups, score " << static_cast<int>(score));
+      s.score = score;
+      std::int32_t* expert = bench().int_output(12);
+      float* weight = output(12);
+      ops().run(stream(), Router{s, upload(logits), nullptr, expert, weight});
+      EXPECT_EQ(bench().ints(expert, 12), (Ints{0, 1, 2, 3, 4, 5, 77, 131, 0, 1, 2, 3}));
     }
   }
 }

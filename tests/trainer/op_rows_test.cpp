@@ -62,14 +62,34 @@ TEST_P(RowsOps, DroppedSlotsAddNothingAndHaveNoGradient) {
   }
 }
 
+// More of x than one slab of columns takes: rows from far apart, and none.
+TEST_P(RowsOps, GathersMoreThanTheCacheTakes) {
+  const Slots s{1200, 2, 3600};
+  const std::int64_t rows = 2 * s.tokens + 1;
+  const Values x = random_values(s.tokens * s.width, 1);
+  std::vector<std::int32_t> source(at(rows), -1);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    if (r % 7 != 3) source[at(r)] = static_cast<std::int32_t>(r * 1001 % (2 * s.tokens));
+  }
+  Values want(at(rows * s.width));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    if (source[at(r)] < 0) continue;
+    std::copy_n(x.begin() + source[at(r)] / 2 * s.width, s.width, want.begin() + r * s.width);
+  }
+  const Out got = output(rows * s.width, Dtype::kF32);
+  ops().run(stream(), GatherRows{rows, s.width, s.top_k, upload(source), upload(x, Dtype::kF32), got});
+  expect_near("gathered", got, want, 1e-7);
+}
+
 // Few ids, all ids the same, many more ids than tokens: runs that cross many chunks, and none.
 TEST_P(RowsOps, EmbeddingBackwardAddsInOrder) {
   struct Case {
     std::int64_t tokens, width, vocabulary;
     std::int32_t below;
   };
-  for (const Case& c : {Case{1, 3, 5, 5}, Case{300, 24, 7, 7}, Case{333, 130, 163840, 163840},
-                        Case{257, 16, 50, 1}, Case{64, 8, 1000, 40}, Case{0, 8, 4, 4}}) {
+  for (const Case& c :
+       {Case{1, 3, 5, 5}, Case{300, 24, 7, 7}, Case{333, 130, 163840, 163840}, Case{257, 16, 50, 1},
+        Case{450, 1028, 300, 300}, Case{64, 8, 1000, 40}, Case{0, 8, 4, 4}}) {
     for (const Dtype dtype : kBothTypes) {
       SCOPED_TRACE(::testing::Message() << c.tokens << " of " << c.below << " " << name_of(dtype));
       if (c.vocabulary > 100'000 && dtype == Dtype::kF32) continue;

@@ -1,10 +1,11 @@
 // One array of an operator: where it lies in device memory, and what its numbers are.
 //
-// An operator's activations and the weights it multiplies are `In` and `Out`: fp32 or bf16, one type for all of
-// them in a call unless the operator says otherwise. Everything else an operator takes (norm weights, gates'
-// parameters, router logits, log-sum-exps, states, gradients of parameters) is fp32, a plain `float*`.
+// An operator's activations and the weights it multiplies are `In` and `Out`: fp32 or bf16, one type for all
+// of them in a call unless the operator says otherwise. Everything else an operator takes (norm weights,
+// gates' parameters, router logits, log-sum-exps, states, gradients of parameters) is fp32, a plain `float*`.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -56,11 +57,9 @@ class ArrayOf {
   TERRACE_HOST_DEVICE constexpr ArrayOf(To<Bf16> at) : at_(at), dtype_(Dtype::kBf16) {}
   TERRACE_HOST_DEVICE constexpr ArrayOf(Pointer at, Dtype dtype) : at_(at), dtype_(dtype) {}
   // What is written may be read.
-  TERRACE_HOST_DEVICE constexpr operator ArrayOf<const void*>() const
-    requires(!kRead)
-  {
-    return {at_, dtype_};
-  }
+  template <std::same_as<void*> Other>
+  TERRACE_HOST_DEVICE constexpr ArrayOf(const ArrayOf<Other>& written)
+      : at_(written.at()), dtype_(written.dtype()) {}
 
   [[nodiscard]] TERRACE_HOST_DEVICE constexpr explicit operator bool() const { return at_ != nullptr; }
   [[nodiscard]] TERRACE_HOST_DEVICE constexpr Pointer at() const { return at_; }

@@ -30,6 +30,11 @@ struct RingPlan {
   int consumers, stages;
   unsigned stage_bytes;
 };
+// Of backward's sources, a bit each: whose gradient is wanted, and which are added to.
+struct Wanted {
+  unsigned stored, added;
+};
+enum class Old : std::uint8_t { kNone, kSome };  // whether any is added to
 
 template <int kKinds>
 struct Control {
@@ -135,12 +140,19 @@ struct Scale {
 // After the consumers' barrier: every warp adds up the warps' sums in order and weighs the sources.
 template <int kKinds>
 __device__ Weighed weigh(const float (&partial)[kMostWarps][kKinds][kSlots], int warps, const Scale& scale) {
+  // The warp's halves take every second warp's sums each.
   const int slot = static_cast<int>(threadIdx.x) % kSlots;
+  const int half = static_cast<int>(threadIdx.x) % kWarp / kSlots;
   float sums[kKinds] = {};
-  for (int warp = 0; warp < warps; ++warp) {
+#pragma unroll
+  for (int i = 0; i < kMostWarps / 2; ++i) {
+    const int warp = 2 * i + half;
+    if (warp >= warps) continue;
 #pragma unroll
     for (int kind = 0; kind < kKinds; ++kind) sums[kind] += partial[warp][kind][slot];
   }
+#pragma unroll
+  for (int kind = 0; kind < kKinds; ++kind) sums[kind] += __shfl_xor_sync(kFullWarp, sums[kind], kSlots);
   const bool here = slot < scale.sources;
   const float r = here ? 1.0F / sqrtf(sums[0] / scale.width + scale.eps) : 0.0F;
   const float logit = here ? r * sums[1] : -INFINITY;
@@ -178,18 +190,16 @@ __device__ void fill_all(const AttnRes& op, const RingPlan& plan, std::byte* rin
     }
   }
 }
-__device__ bool adds(const AttnResBackward& op, int l) {
-  return op.d_v[l].at() != nullptr && op.into_d_v[l] == Accumulate::kAdd;
-}
-__device__ void fill_all(const AttnResBackward& op, const RingPlan& plan, std::byte* ring,
-                         Control<3>& control) {
+__device__ bool has(unsigned sources, int l) { return (sources >> l & 1U) != 0; }
+__device__ void fill_all(const AttnResBackward& op, const RingPlan& plan, const Wanted& wanted,
+                         std::byte* ring, Control<3>& control) {
   Cursor at;
   for (std::int64_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
     const std::int64_t first = row * op.width;
     fill(control, plan, ring, op.d_h.as<Bf16>() + first, at);
     for (int l = 0; l < op.sources; ++l) fill(control, plan, ring, op.v[l].as<Bf16>() + first, at);
     for (int l = 0; l < op.sources; ++l) {
-      if (adds(op, l)) fill(control, plan, ring, op.d_v[l].as<Bf16>() + first, at);
+      if (has(wanted.added, l)) fill(control, plan, ring, op.d_v[l].as<Bf16>() + first, at);
     }
   }
 }
@@ -290,61 +300,56 @@ __device__ Planes prepare_planes(const AttnResBackward& op, const RingPlan& plan
   return planes;
 }
 
-__device__ float dot(float4 a, float4 b) { return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w); }
+__device__ void add_dot(float& to, float4 a, float4 b) {
+  to = fmaf(a.x, b.x, to);
+  to = fmaf(a.y, b.y, to);
+  to = fmaf(a.z, b.z, to);
+  to = fmaf(a.w, b.w, to);
+}
 __device__ void add_scaled(float4& to, float factor, float4 x) {
-  to.x += factor * x.x;
-  to.y += factor * x.y;
-  to.z += factor * x.z;
-  to.w += factor * x.w;
+  to.x = fmaf(factor, x.x, to.x);
+  to.y = fmaf(factor, x.y, to.y);
+  to.z = fmaf(factor, x.z, to.z);
+  to.w = fmaf(factor, x.w, to.w);
+}
+__device__ float4 scaled(float factor, float4 x) {
+  return {factor * x.x, factor * x.y, factor * x.z, factor * x.w};
 }
 
-// The warp's sums of one source, in lanes 0, 8 and 16.
+// The warp's sums of one source, in lanes 0, 8 and 16. Past the row's end v and d_h are zeros, and any pack
+// of w q will do.
 template <int kPacks>
 __device__ float source_sums(const uint4 (&v)[kPacks], const uint4 (&d_h)[kPacks], const Planes& planes,
                              const RingPlan& plan) {
-  float squares = 0.0F, along_wq = 0.0F, along_d_h = 0.0F;
+  float squares[2] = {}, along_wq[2] = {}, along_d_h[2] = {};
 #pragma unroll
   for (int j = 0; j < kPacks; ++j) {
-    const int index = pack_index(j, plan);
-    if (index >= planes.packs) continue;
+    const int index = min(pack_index(j, plan), planes.packs - 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float4 x = half_of(v[j], half);
-      squares += dot(x, x);
-      along_wq += dot(x, planes.wq[half * planes.packs + index]);
-      along_d_h += dot(x, half_of(d_h[j], half));
+      add_dot(squares[half], x, x);
+      add_dot(along_wq[half], x, planes.wq[half * planes.packs + index]);
+      add_dot(along_d_h[half], x, half_of(d_h[j], half));
     }
   }
-  return fold(squares, along_wq, along_d_h, 0.0F);
+  return fold(squares[0] + squares[1], along_wq[0] + along_wq[1], along_d_h[0] + along_d_h[1], 0.0F);
 }
 
-// d_v of pack j of one source; old: the stage with what is added to, or null.
-struct SourceFactors {
-  float p, a, b;
-};
-__device__ uint4 source_gradient(const uint4& v, const uint4& d_h, const SourceFactors& by,
-                                 const float4 (&u)[2], const std::byte* old, float4 (&sum)[2]) {
-  unsigned out[4];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float4 x = half_of(v, half);
-    add_scaled(sum[half], by.a, x);
-    float4 d{0.0F, 0.0F, 0.0F, 0.0F};
-    if (old != nullptr) d = half_of(load_raw(old), half);
-    add_scaled(d, by.p, half_of(d_h, half));
-    add_scaled(d, by.a, u[half]);
-    add_scaled(d, by.b, x);
-    out[2 * half] = as_pair(d.x, d.y);
-    out[2 * half + 1] = as_pair(d.z, d.w);
-  }
-  return {out[0], out[1], out[2], out[3]};
+// From shared memory each time it is asked for: registers are short.
+__device__ float4 load_again(const float4* at) {
+  float4 four;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(hopper::shared_address(at)));
+  return four;
 }
 
-// A row's d_v and its part of d(w q), from what the thread holds. `old` is the first stage of old gradients.
-template <int kSources, int kPacks>
-__device__ void mix_backward(const AttnResBackward& op, const RingPlan& plan, const std::byte* ring,
-                             const Planes& planes, std::int64_t row, const Weighed& weighed,
-                             const Cursor& old, const uint4 (&v)[kSources][kPacks],
+// A row's d_v and its part of d(w q), from what the thread holds. `old`: the first stage of old gradients.
+template <int kSources, int kPacks, Old kOld>
+__device__ void mix_backward(const AttnResBackward& op, const RingPlan& plan, const Wanted& wanted,
+                             const std::byte* ring, const Planes& planes, std::int64_t row,
+                             const Weighed& weighed, int old, const uint4 (&v)[kSources][kPacks],
                              const uint4 (&d_h)[kPacks]) {
 #pragma unroll
   for (int j = 0; j < kPacks; ++j) {
@@ -356,20 +361,38 @@ __device__ void mix_backward(const AttnResBackward& op, const RingPlan& plan, co
       sum[0] = planes.d_wq[index];
       sum[1] = planes.d_wq[planes.packs + index];
     }
-    Cursor next = old;
+    const float4 kept[2] = {planes.wq[plane], planes.wq[planes.packs + plane]};
+    const float4 slope[2] = {half_of(d_h[j], 0), half_of(d_h[j], 1)};
 #pragma unroll
     for (int l = 0; l < kSources; ++l) {
       if (l >= op.sources) continue;
-      const SourceFactors by{of_source(weighed.p, l), of_source(weighed.a, l), of_source(weighed.b, l)};
-      const float4 u[2] = {planes.wq[plane], planes.wq[planes.packs + plane]};
-      const std::byte* before = nullptr;
-      if (adds(op, l)) {
-        before = ring + next.stage * plan.stage_bytes + plane * 16;
-        next.advance(plan.stages);
+      const float p = of_source(weighed.p, l), a = of_source(weighed.a, l), b = of_source(weighed.b, l);
+      float4 u[2] = {kept[0], kept[1]};
+      if constexpr (kOld == Old::kSome) {
+        u[0] = load_again(planes.wq + plane);
+        u[1] = load_again(planes.wq + planes.packs + plane);
       }
-      const uint4 d = source_gradient(v[l][j], d_h[j], by, u, before, sum);
-      if (inside && op.d_v[l].at() != nullptr) {
-        store_raw(op.d_v[l].as<Bf16>() + row * op.width + index * kPackNumbers, d);
+      float4 d[2] = {scaled(p, slope[0]), scaled(p, slope[1])};
+      if constexpr (kOld == Old::kSome) {
+        if (has(wanted.added, l)) {
+          int stage = old + __popc(wanted.added & ((1U << l) - 1U));
+          if (stage >= plan.stages) stage -= plan.stages;
+          const uint4 before = load_raw(ring + stage * plan.stage_bytes + plane * 16);
+          add_scaled(d[0], 1.0F, half_of(before, 0));
+          add_scaled(d[1], 1.0F, half_of(before, 1));
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 x = half_of(v[l][j], half);
+        add_scaled(sum[half], a, x);
+        add_scaled(d[half], a, u[half]);
+        add_scaled(d[half], b, x);
+      }
+      if (inside && has(wanted.stored, l)) {
+        store_raw(op.d_v[l].as<Bf16>() + row * op.width + index * kPackNumbers,
+                  {as_pair(d[0].x, d[0].y), as_pair(d[0].z, d[0].w), as_pair(d[1].x, d[1].y),
+                   as_pair(d[1].z, d[1].w)});
       }
     }
     if (!inside) continue;
@@ -380,16 +403,17 @@ __device__ void mix_backward(const AttnResBackward& op, const RingPlan& plan, co
 
 #endif
 
-template <int kSources, int kPacks>
+template <int kSources, int kPacks, Old kOld>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    ring_backward(const __grid_constant__ AttnResBackward op, const RingPlan plan, float* parts) {
+    ring_backward(const __grid_constant__ AttnResBackward op, const RingPlan plan, const Wanted wanted,
+                  float* parts) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte ring[];
   __shared__ Control<3> control;
   const Planes planes = prepare_planes(op, plan, ring);
   prepare(control, plan);
   if (static_cast<int>(threadIdx.x) >= plan.consumers) {
-    if (static_cast<int>(threadIdx.x) == plan.consumers) fill_all(op, plan, ring, control);
+    if (static_cast<int>(threadIdx.x) == plan.consumers) fill_all(op, plan, wanted, ring, control);
     return;
   }
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -410,15 +434,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Weighed weighed = weigh<3>(control.partial[turn], plan.consumers / kWarp, scale);
     // The old gradients lie in the next stages, in the order of their sources.
     const Cursor old = at;
-    for (int l = 0; l < op.sources; ++l) {
-      if (!adds(op, l)) continue;
-      control.full[at.stage].wait(at.parity);
-      at.advance(plan.stages);
+    if constexpr (kOld == Old::kSome) {
+      for (int count = __popc(wanted.added); count > 0; --count) {
+        control.full[at.stage].wait(at.parity);
+        at.advance(plan.stages);
+      }
     }
-    mix_backward(op, plan, ring, planes, row, weighed, old, v, d_h);
-    __syncwarp();
-    for (Cursor done = old; done.stage != at.stage || done.parity != at.parity; done.advance(plan.stages)) {
-      if (lane == 0) control.empty[done.stage].arrive();
+    mix_backward<kSources, kPacks, kOld>(op, plan, wanted, ring, planes, row, weighed, old.stage, v, d_h);
+    if constexpr (kOld == Old::kSome) {
+      __syncwarp();
+      for (Cursor done = old; done.stage != at.stage || done.parity != at.parity; done.advance(plan.stages)) {
+        if (lane == 0) control.empty[done.stage].arrive();
+      }
     }
   }
 #pragma unroll
@@ -461,7 +488,7 @@ RingPlan plan_ring(const RingNeed& need) {
 }
 
 // Enough blocks to fill the device, each of many rows.
-template <typename... Parameters, typename... Arguments>
+template <typename... Parameters>
 Grid ring_grid(OpCall& call, void (*kernel)(Parameters...), const RingPlan& plan, std::size_t beside,
                std::int64_t rows) {
   Grid grid{.threads = plan.consumers + kWarp,
@@ -519,9 +546,14 @@ bool launch_attnres_ring(OpCall& call, const AttnRes& op) {
 bool launch_attnres_ring(OpCall& call, const AttnResBackward& op, AttnResParts* parts) {
   if (!suits(call, op, op.d_h.dtype()) || !aligned(op.d_h.at())) return false;
   int added = 0;
+  Wanted wanted{};
   for (std::size_t l = 0; l < static_cast<std::size_t>(op.sources); ++l) {
     if (!aligned(op.d_v[l].at())) return false;
-    added += static_cast<int>(op.d_v[l] && op.into_d_v[l] == Accumulate::kAdd);
+    if (!op.d_v[l]) continue;
+    wanted.stored |= 1U << l;
+    if (op.into_d_v[l] != Accumulate::kAdd) continue;
+    wanted.added |= 1U << l;
+    ++added;
   }
   const std::size_t beside = static_cast<std::size_t>(op.width) * 2 * sizeof(float);
   const RingPlan plan = plan_ring({.width = op.width,
@@ -530,11 +562,13 @@ bool launch_attnres_ring(OpCall& call, const AttnResBackward& op, AttnResParts* 
                                    .beside = beside});
   if (plan.consumers == 0) return false;
   return with_bounds(op.sources, op.width / kPackNumbers, [&](auto sources, auto packs) {
-    const auto kernel = ring_backward<decltype(sources)::value, decltype(packs)::value>;
+    constexpr int kSources = decltype(sources)::value, kPacks = decltype(packs)::value;
+    const auto kernel = added == 0 ? ring_backward<kSources, kPacks, Old::kNone>
+                                   : ring_backward<kSources, kPacks, Old::kSome>;
     const Grid grid = ring_grid(call, kernel, plan, beside, op.rows);
     parts->slices = grid.x;
     parts->partial = call.scratch<float>(grid.x * op.width);
-    call.launch(kernel, grid, op, plan, parts->partial);
+    call.launch(kernel, grid, op, plan, wanted, parts->partial);
   });
 }
 

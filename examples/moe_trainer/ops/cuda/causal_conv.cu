@@ -3,7 +3,8 @@
 // d_p = d_y silu'(p);  d_x[t] = sum_j w[j] d_p[t + taps - 1 - j];  d_w[j] = sum over b, t of
 //   d_p[t] x[t - taps + 1 + j]
 // Two to four taps: a thread takes four channels and walks over a span of tokens with the last few in
-// registers, a warp takes 128 channels of one span. Else a thread takes one number, and backward keeps d_p.
+// registers and the next few on their way; a warp takes 128 channels of one span. Else a thread takes one
+// number, and backward keeps d_p.
 #include <type_traits>
 
 #include "examples/moe_trainer/ops/cuda/column_sum.cuh"
@@ -16,10 +17,14 @@ namespace terrace::trainer::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSpans = kThreads / kWarp;  // of a block
-constexpr int kChannels = 4 * kWarp;      // of a block
-constexpr int kAhead = 4;                 // tokens whose loads are under way together
-constexpr std::int64_t kForwardSpan = 32, kBackwardSpan = 64;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kWarpChannels = 4 * kWarp;
+// Tokens of a span, and spans of a block, whose warps share out the channels of each.
+constexpr int kForwardSpan = 64, kForwardSpans = 1;
+constexpr int kBackwardSpan = 128, kBackwardSpans = 4;
+// Tokens whose loads are under way while a thread works.
+template <typename T>
+constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;
 
 __device__ float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
 __device__ void add_product(float4& to, float4 a, float4 b) {
@@ -38,15 +43,75 @@ __device__ float silu_slope(float p) {
 struct Place {
   std::int64_t channel, begin, span_block;
 };
-__device__ Place place_of(const ConvShape& shape, std::int64_t span) {
-  const std::int64_t columns = (shape.channels + kChannels - 1) / kChannels;
+template <int kSpans>
+constexpr int kBlockChannels = kWarps / kSpans* kWarpChannels;
+template <int kSpans>
+__device__ Place place_of(const ConvShape& shape, int span) {
+  constexpr int kPieces = kWarps / kSpans;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto columns =
+      static_cast<unsigned>((shape.channels + kBlockChannels<kSpans> - 1) / kBlockChannels<kSpans>);
   const std::int64_t span_block = blockIdx.x / columns;
-  return {static_cast<std::int64_t>(blockIdx.x) % columns * kChannels + threadIdx.x % kWarp * 4,
-          (span_block * kSpans + threadIdx.x / kWarp) * span, span_block};
+  return {
+      std::int64_t{blockIdx.x % columns} * kBlockChannels<kSpans> + warp % kPieces * kWarpChannels + lane * 4,
+      (span_block * kSpans + warp / kPieces) * span, span_block};
 }
-[[nodiscard]] std::int64_t span_blocks(const ConvShape& shape, std::int64_t span) {
-  return ceil_div(shape.tokens, span * kSpans);
+template <int kSpans>
+[[nodiscard]] std::int64_t span_blocks(const ConvShape& shape, int span) {
+  return ceil_div(shape.tokens, std::int64_t{span} * kSpans);
 }
+
+// The sequence of the span's token t, counted from the span's first token.
+struct Bounds {
+  int start, end;
+};
+__device__ Bounds bounds_at(const ConvShape& shape, const Place& place, int t) {
+  constexpr std::int64_t kFar = 1 << 20;
+  const Sequence sequence = sequence_of(shape.packing, shape.length, place.begin + t);
+  return {static_cast<int>(max(sequence.start - place.begin, -kFar)),
+          static_cast<int>(min(sequence.end - place.begin, kFar))};
+}
+
+// The next kAhead tokens' numbers as they lie in memory.
+template <typename T>
+class Stream {
+ public:
+  // at: token 0's; numbers of the tokens from `end` on are zeros.
+  __device__ Stream(const T* at, std::int64_t stride, int end) : at_(at), stride_(stride), end_(end) {
+#pragma unroll
+    for (int i = 0; i < kAhead<T>; ++i) fetch(i, i);
+  }
+  // The number of token t, which slot i holds, and takes the token that comes kAhead later.
+  __device__ float4 take(int i, int t) {
+    const float4 now = widen(raw_[i]);
+    fetch(i, t + kAhead<T>);
+    return now;
+  }
+  // Slots move up, once the first has been taken alone.
+  __device__ void shift() {
+    const Raw first = raw_[0];
+#pragma unroll
+    for (int i = 0; i + 1 < kAhead<T>; ++i) raw_[i] = raw_[i + 1];
+    raw_[kAhead<T> - 1] = first;
+  }
+
+ private:
+  using Raw = std::conditional_t<sizeof(T) == 4, float4, uint2>;
+  static __device__ float4 widen(float4 raw) { return raw; }
+  static __device__ float4 widen(uint2 raw) {
+    return {low_half(raw.x), high_half(raw.x), low_half(raw.y), high_half(raw.y)};
+  }
+  __device__ void fetch(int i, int t) {
+    raw_[i] = Raw{};
+    if (t < end_) raw_[i] = __ldcs(reinterpret_cast<const Raw*>(at_));
+    at_ += stride_;
+  }
+
+  const T* at_;  // of the next to be fetched
+  std::int64_t stride_;
+  int end_;
+  Raw raw_[kAhead<T>];
+};
 
 // The weights of a thread's channels, and the numbers before the token it is at.
 template <int kTaps>
@@ -54,21 +119,22 @@ struct Window {
   float4 w[kTaps], x[kTaps];  // x[kTaps - 1]: the token itself
 
   __device__ void load_weights(const float* at) {
+    float own[4 * kTaps];
+    load_shared_row(at, own);
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) w[j] = {at[j], at[kTaps + j], at[2 * kTaps + j], at[3 * kTaps + j]};
+    for (int j = 0; j < kTaps; ++j) w[j] = {own[j], own[kTaps + j], own[2 * kTaps + j], own[3 * kTaps + j]};
   }
   __device__ void clear() {
 #pragma unroll
     for (int j = 0; j < kTaps; ++j) x[j] = {0.0F, 0.0F, 0.0F, 0.0F};
   }
-  // What the sequence has before `token`.
+  // What the sequence has before token 0, which lies at `at`; its first token is `first`, 0 or less.
   template <typename T>
-  __device__ void start(const T* channel, std::int64_t stride, std::int64_t token, std::int64_t first) {
+  __device__ void start(const T* at, std::int64_t stride, int first) {
     clear();
 #pragma unroll
     for (int j = 1; j < kTaps; ++j) {
-      const std::int64_t from = token - kTaps + j;
-      if (from >= first) x[j] = load_four(channel + from * stride);
+      if (j - kTaps >= first) x[j] = load_four(at + (j - kTaps) * stride);
     }
   }
   __device__ void push(float4 next) {
@@ -86,129 +152,162 @@ struct Window {
 
 template <typename T, int kTaps>
 __global__ void __launch_bounds__(kThreads) walk_forward(ConvShape shape, const T* x, const float* w, T* y) {
-  const Place place = place_of(shape, kForwardSpan);
+  const Place place = place_of<kForwardSpans>(shape, kForwardSpan);
   if (place.channel >= shape.channels || place.begin >= shape.tokens) return;
-  const std::int64_t end = min(shape.tokens, place.begin + kForwardSpan);
-  const T* from = x + place.channel;
+  const int end = static_cast<int>(min(shape.tokens - place.begin, std::int64_t{kForwardSpan}));
+  const T* from = x + place.begin * shape.x_stride + place.channel;
+  T* to = y + place.begin * shape.y_stride + place.channel;
+  Stream<T> stream(from, shape.x_stride, end);
   Window<kTaps> window;
   window.load_weights(w + place.channel * kTaps);
-  Sequence sequence = sequence_of(shape.packing, shape.length, place.begin);
-  window.start(from, shape.x_stride, place.begin, sequence.start);
-  for (std::int64_t t0 = place.begin; t0 < end; t0 += kAhead) {
-    float4 next[kAhead];
+  Bounds bounds = bounds_at(shape, place, 0);
+  window.start(from, shape.x_stride, bounds.start);
+  const auto step = [&](int slot, int t) {
+    window.push(stream.take(slot, t));
+    const float4 p = window.convolve();
+    store_four(to, {silu(p.x), silu(p.y), silu(p.z), silu(p.w)});
+    to += shape.y_stride;
+  };
+  for (int t = 0; t < end;) {
+    if (t + kAhead<T> <= min(end, bounds.end)) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (t0 + i < end) next[i] = load_four(from + (t0 + i) * shape.x_stride);
+      for (int i = 0; i < kAhead<T>; ++i) step(i, t + i);
+      t += kAhead<T>;
+      continue;
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t t = t0 + i;
-      if (t >= end) break;
-      if (t == sequence.end) {
-        sequence = sequence_of(shape.packing, shape.length, t);
-        window.clear();
-      }
-      window.push(next[i]);
-      const float4 p = window.convolve();
-      store_four(y + t * shape.y_stride + place.channel, {silu(p.x), silu(p.y), silu(p.z), silu(p.w)});
+    if (t == bounds.end) {
+      bounds = bounds_at(shape, place, t);
+      window.clear();
     }
+    step(0, t++);
+    stream.shift();
   }
 }
 
+template <typename T>
 struct Gradients {
-  void* d_x;
-  float* partial;  // (span blocks, channels * taps)
+  T* d_x;          // null: not wanted
+  float* partial;  // (span blocks, channels * taps); null: not wanted
 };
 
 // Sums the warps' parts, in order of their spans.
 template <int kTaps>
 __device__ void store_weight_parts(const ConvShape& shape, const Place& place, const float4 (&d_w)[kTaps],
                                    float* partial) {
-  __shared__ float parts[kSpans][4 * kTaps][kWarp];
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, span = static_cast<int>(threadIdx.x) / kWarp;
+  constexpr int kPieces = kWarps / kBackwardSpans, kEach = 4 * kTaps;  // numbers of a lane
+  __shared__ float parts[kWarps][kEach][kWarp + 1];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
 #pragma unroll
   for (int j = 0; j < kTaps; ++j) {
-    parts[span][j][lane] = d_w[j].x;
-    parts[span][kTaps + j][lane] = d_w[j].y;
-    parts[span][2 * kTaps + j][lane] = d_w[j].z;
-    parts[span][3 * kTaps + j][lane] = d_w[j].w;
+    parts[warp][j][lane] = d_w[j].x;
+    parts[warp][kTaps + j][lane] = d_w[j].y;
+    parts[warp][2 * kTaps + j][lane] = d_w[j].z;
+    parts[warp][3 * kTaps + j][lane] = d_w[j].w;
   }
   __syncthreads();
-  const std::int64_t first = place.channel - lane * 4;  // of the block
+  const std::int64_t first = place.channel - warp % kPieces * kWarpChannels - lane * 4;  // of the block
   float* to = partial + place.span_block * shape.channels * kTaps;
-  for (int i = static_cast<int>(threadIdx.x); i < kChannels * kTaps; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kPieces * kWarp * kEach; i += kThreads) {
     const std::int64_t column = first * kTaps + i;
     if (column >= shape.channels * kTaps) continue;
+    const int piece = i / (kWarp * kEach), within = i % (kWarp * kEach);
     float total = 0.0F;
 #pragma unroll
-    for (int each = 0; each < kSpans; ++each) total += parts[each][i % (4 * kTaps)][i / (4 * kTaps)];
+    for (int span = 0; span < kBackwardSpans; ++span) {
+      total += parts[span * kPieces + piece][within % kEach][within / kEach];
+    }
     to[column] = total;
   }
 }
 
-// After token t, d_x of token t - kTaps + 1 is complete; the span's last ones need d_p past its end.
-template <typename T, int kTaps>
-__device__ void walk_span(const ConvShape& shape, const Place& place, const T* x, const T* d_y,
-                          Window<kTaps>& window, T* d_x, float4 (&d_w)[kTaps]) {
-  const std::int64_t end = min(shape.tokens, place.begin + kBackwardSpan);
-  const T* from = x + place.channel;
-  const T* slope = d_y + place.channel;
-  Sequence sequence = sequence_of(shape.packing, shape.length, place.begin);
-  window.start(from, shape.x_stride, place.begin, sequence.start);
+enum class Wanted : std::uint8_t { kWeights, kInputToo };  // gradients
+
+// What a thread of the backward walk carries from token to token.
+template <typename T, int kTaps, Wanted kWanted>
+struct BackwardWalk {
+  Window<kTaps> window;
   float4 open[kTaps];  // open[k]: what is known of d_x of token t - k
+  float4 d_w[kTaps];
+  T* to;  // d_x of token t - kTaps + 1; not used where it is not wanted
+  std::int64_t stride;
+
+  enum class Where : std::uint8_t { kInside, kAnywhere };
+  // Inside: the last kTaps tokens are of one sequence and of this span.
+  template <Where kWhere>
+  __device__ void step(int t, int end, const Bounds& bounds, float4 x, float4 d_y) {
+    window.push(x);
+    const float4 p = window.convolve();
+    const float4 d_p = d_y * float4{silu_slope(p.x), silu_slope(p.y), silu_slope(p.z), silu_slope(p.w)};
 #pragma unroll
-  for (int k = 0; k < kTaps; ++k) open[k] = {0.0F, 0.0F, 0.0F, 0.0F};
-  for (std::int64_t t0 = place.begin; t0 < end + kTaps - 1; t0 += kAhead) {
-    float4 next[kAhead], d_next[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t t = t0 + i;
-      next[i] = d_next[i] = {0.0F, 0.0F, 0.0F, 0.0F};
-      if (t >= shape.tokens || t >= end + kTaps - 1) continue;
-      next[i] = load_four(from + t * shape.x_stride);
-      d_next[i] = load_four(slope + t * shape.y_stride);
+    for (int k = 0; k < kTaps; ++k) {
+      if (kWhere == Where::kInside || t - k >= bounds.start)
+        add_product(open[k], window.w[kTaps - 1 - k], d_p);
+      if (kWhere == Where::kInside || t < end) {
+        add_product(d_w[kTaps - 1 - k], d_p, window.x[kTaps - 1 - k]);
+      }
+    }
+    if constexpr (kWanted == Wanted::kInputToo) {
+      if (kWhere == Where::kInside || t >= kTaps - 1) store_four(to, open[kTaps - 1]);
+      to += stride;
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t t = t0 + i;
-      if (t == sequence.end && t < shape.tokens) {
-        sequence = sequence_of(shape.packing, shape.length, t);
-        window.clear();
-      }
-      window.push(next[i]);
-      const float4 p = window.convolve();
-      // Zero past the last token.
-      const float4 d_p =
-          d_next[i] * float4{silu_slope(p.x), silu_slope(p.y), silu_slope(p.z), silu_slope(p.w)};
+    for (int k = kTaps - 1; k > 0; --k) open[k] = open[k - 1];
+    open[0] = {0.0F, 0.0F, 0.0F, 0.0F};
+  }
+};
+
+// After token t, d_x of token t - kTaps + 1 is complete; the span's last ones need d_p past its end, where
+// there are tokens: past the last one d_y is zero.
+template <typename T, int kTaps, Wanted kWanted>
+__device__ void walk_span(const ConvShape& shape, const Place& place, const T* x, const T* d_y,
+                          BackwardWalk<T, kTaps, kWanted>& walk) {
+  using Where = typename BackwardWalk<T, kTaps, kWanted>::Where;
+  const int left = static_cast<int>(min(shape.tokens - place.begin, std::int64_t{kBackwardSpan + kTaps}));
+  const int end = min(left, kBackwardSpan), last = end + kTaps - 1, loaded = min(left, last);
+  const T* from = x + place.begin * shape.x_stride + place.channel;
+  Stream<T> numbers(from, shape.x_stride, loaded);
+  Stream<T> slopes(d_y + place.begin * shape.y_stride + place.channel, shape.y_stride, loaded);
+  Bounds bounds = bounds_at(shape, place, 0);
+  walk.window.start(from, shape.x_stride, bounds.start);
+  for (int t = 0; t < last;) {
+    if (t - kTaps + 1 >= max(bounds.start, 0) && t + kAhead<T> <= min(end, bounds.end)) {
 #pragma unroll
-      for (int k = 0; k < kTaps; ++k) {
-        if (t - k >= sequence.start) add_product(open[k], window.w[kTaps - 1 - k], d_p);
-        if (t < end) add_product(d_w[kTaps - 1 - k], d_p, window.x[kTaps - 1 - k]);
+      for (int i = 0; i < kAhead<T>; ++i) {
+        const float4 number = numbers.take(i, t + i), slope = slopes.take(i, t + i);
+        walk.template step<Where::kInside>(t + i, end, bounds, number, slope);
       }
-      const std::int64_t done = t - kTaps + 1;
-      if (d_x != nullptr && done >= place.begin && done < end) {
-        store_four(d_x + done * shape.x_stride + place.channel, open[kTaps - 1]);
-      }
-#pragma unroll
-      for (int k = kTaps - 1; k > 0; --k) open[k] = open[k - 1];
-      open[0] = {0.0F, 0.0F, 0.0F, 0.0F};
+      t += kAhead<T>;
+      continue;
     }
+    if (t == bounds.end && t < left) {
+      bounds = bounds_at(shape, place, t);
+      walk.window.clear();
+    }
+    const float4 number = numbers.take(0, t), slope = slopes.take(0, t);
+    walk.template step<Where::kAnywhere>(t, end, bounds, number, slope);
+    numbers.shift();
+    slopes.shift();
+    ++t;
   }
 }
 
-template <typename T, int kTaps>
+template <typename T, int kTaps, Wanted kWanted>
 __global__ void __launch_bounds__(kThreads, 2)
-    walk_backward(ConvShape shape, const T* x, const float* w, const T* d_y, Gradients gradients) {
-  const Place place = place_of(shape, kBackwardSpan);
-  float4 d_w[kTaps];
+    walk_backward(ConvShape shape, const T* x, const float* w, const T* d_y, Gradients<T> gradients) {
+  const Place place = place_of<kBackwardSpans>(shape, kBackwardSpan);
+  BackwardWalk<T, kTaps, kWanted> walk;
 #pragma unroll
-  for (int j = 0; j < kTaps; ++j) d_w[j] = {0.0F, 0.0F, 0.0F, 0.0F};
+  for (int j = 0; j < kTaps; ++j) walk.d_w[j] = walk.open[j] = {0.0F, 0.0F, 0.0F, 0.0F};
   if (place.channel < shape.channels && place.begin < shape.tokens) {
-    Window<kTaps> window;
-    window.load_weights(w + place.channel * kTaps);
-    walk_span(shape, place, x, d_y, window, static_cast<T*>(gradients.d_x), d_w);
+    walk.stride = shape.x_stride;
+    walk.to = nullptr;
+    if constexpr (kWanted == Wanted::kInputToo) {
+      walk.to = gradients.d_x + (place.begin - kTaps + 1) * shape.x_stride + place.channel;
+    }
+    walk.window.load_weights(w + place.channel * kTaps);
+    walk_span(shape, place, x, d_y, walk);
   }
-  if (gradients.partial != nullptr) store_weight_parts<kTaps>(shape, place, d_w, gradients.partial);
+  if (gradients.partial != nullptr) store_weight_parts<kTaps>(shape, place, walk.d_w, gradients.partial);
 }
 
 // The convolution at one token and channel.
@@ -279,8 +378,10 @@ bool with_taps(const ConvShape& shape, Body&& body) {
   if (shape.taps == 2) return take(std::integral_constant<int, 2>{});
   return false;
 }
-[[nodiscard]] Grid walk_grid(const ConvShape& shape, std::int64_t span) {
-  return {.x = span_blocks(shape, span) * ceil_div(shape.channels, kChannels), .threads = kThreads};
+template <int kSpans>
+[[nodiscard]] Grid walk_grid(const ConvShape& shape, int span) {
+  return {.x = span_blocks<kSpans>(shape, span) * ceil_div(shape.channels, kBlockChannels<kSpans>),
+          .threads = kThreads};
 }
 
 template <typename Op>
@@ -291,13 +392,16 @@ void check(OpCall& call, const Op& op) {
 
 template <typename T>
 bool launch_walk(OpCall& call, const CausalConvBackward& op, const ConvShape& shape) {
-  const bool fours = aligned_fours(op.x) && aligned_fours(op.d_y) && aligned_fours(op.d_x);
+  const bool fours = aligned_fours(op.x) && aligned_fours(op.d_y) && aligned_fours(op.d_x) && aligned(op.w);
   return fours && with_taps(shape, [&](auto taps) {
-           const std::int64_t slices = span_blocks(shape, kBackwardSpan),
+           const std::int64_t slices = span_blocks<kBackwardSpans>(shape, kBackwardSpan),
                               columns = shape.channels * shape.taps;
            float* partial = op.d_w == nullptr ? nullptr : call.scratch<float>(slices * columns);
-           call.launch(walk_backward<T, decltype(taps)::value>, walk_grid(shape, kBackwardSpan), shape,
-                       op.x.as<T>(), op.w, op.d_y.as<T>(), Gradients{op.d_x.at(), partial});
+           constexpr int kTaps = decltype(taps)::value;
+           const auto kernel = op.d_x ? walk_backward<T, kTaps, Wanted::kInputToo>
+                                      : walk_backward<T, kTaps, Wanted::kWeights>;
+           call.launch(kernel, walk_grid<kBackwardSpans>(shape, kBackwardSpan), shape, op.x.as<T>(), op.w,
+                       op.d_y.as<T>(), Gradients<T>{op.d_x.as<T>(), partial});
            if (partial != nullptr) sum_slices<Accumulate::kAdd>(call, partial, slices, columns, op.d_w);
          });
 }
@@ -312,10 +416,10 @@ void launch(OpCall& call, const CausalConv& op) {
   if (shape.tokens <= 0 || shape.channels <= 0) return;
   with_element(op.x.dtype(), [&](auto element_type) {
     using T = decltype(element_type);
-    const bool fours = aligned_fours(op.x) && aligned_fours(op.y);
+    const bool fours = aligned_fours(op.x) && aligned_fours(op.y) && aligned(op.w);
     if (fours && with_taps(shape, [&](auto taps) {
-          call.launch(walk_forward<T, decltype(taps)::value>, walk_grid(shape, kForwardSpan), shape,
-                      op.x.as<T>(), op.w, op.y.as<T>());
+          call.launch(walk_forward<T, decltype(taps)::value>, walk_grid<kForwardSpans>(shape, kForwardSpan),
+                      shape, op.x.as<T>(), op.w, op.y.as<T>());
         })) {
       return;
     }

@@ -1,10 +1,13 @@
 // The backward pass of sparse attention on Hopper: turns of tokens, each through
 //   do = dy sigmoid(gate), dgate, delta = <do, o>     here
 //   P, dA, dQ                                         dsa_token_gradients.cu
-//   dK, dV, part by part                              dsa_key_gradients.cu
+//   dK, dV: by blocks of keys                         dsa_key_blocks.cu
+//       or, where tokens choose few of their keys,
+//       part by part by rows of slots                 dsa_key_gradients.cu
 //   the indexer, where it learns                      dsa_index_hopper.cu, else dsa_backward.cu
-// What a turn keeps is bounded: at 2048 slots and the MLA form 128 tokens, 67 MB of P and dA and 151 MB of
-// rows for the keys. Beside it there are the fp32 sums of dK and dV, of the whole batch.
+// What a turn keeps is bounded: at 2048 slots and the MLA form 512 tokens, 268 MB of P and dA and 78 MB of
+// sums for blocks of keys, 151 MB of rows where there are turns that go by rows. Beside it there are the fp32
+// sums of dK and dV, of the whole batch.
 #include <algorithm>
 
 #include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.hpp"
@@ -14,10 +17,17 @@
 namespace terrace::trainer::cuda {
 namespace {
 
-constexpr std::int64_t kTurnTokens = 128;
-constexpr std::int64_t kBlockBytesOfTurn = 72LL << 20;
+constexpr std::int64_t kBlockBytesOfTurn = 256LL << 20;
 constexpr std::int64_t kRowBytesOfPart = 160LL << 20;
 constexpr int kThreads = 256;
+// Up to so many keys a slot the zeros in blocks of keys cost less than rows of slots do: 0.2 ns a key and 1
+// ns a slot of each token on an H200.
+constexpr std::int64_t kBlockKeysPerSlot = 5;
+
+bool goes_by_blocks(const DsaSizes& sizes, const DsaTurn& turn) {
+  const std::int64_t keys = turn.first + turn.count - first_key_of(sizes, turn);
+  return std::min(keys, sizes.length) <= kBlockKeysPerSlot * sizes.slots;
+}
 
 struct OutputGate {
   DsaSizes sizes;
@@ -71,21 +81,26 @@ __global__ void __launch_bounds__(kThreads) output_gate(const OutputGate a) {
   }
 }
 
-// share (turn, slots) = sum over heads of P.
-__global__ void sum_block_heads(const DsaSizes sizes, const DsaTurn turn, const SlotBlocks blocks,
-                                const std::int32_t* selected, float* share) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= turn.count * sizes.slots) return;
+// share (turn, slots) = sum over heads of P: eight lanes a slot, eight heads each.
+__global__ void __launch_bounds__(kThreads)
+    sum_block_heads(const DsaSizes sizes, const DsaTurn turn, const SlotBlocks blocks,
+                    const std::int32_t* selected, float* share) {
+  const std::int64_t i = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / 8;
+  const bool there =
+      i < turn.count * sizes.slots && selected[turn.first * sizes.slots + i] >= 0;  // else not written
   const std::int64_t token = i / sizes.slots, slot = i % sizes.slots;
   float sum = 0.0F;
-  if (selected[turn.first * sizes.slots + i] >= 0) {
-    const Bf16* block = blocks.p + (token * blocks.blocks + slot / kBlockSlots) * kDsaHeads * kBlockSlots;
-    for (int head = 0; head < kDsaHeads; ++head) {
-      sum +=
-          __uint_as_float(static_cast<unsigned>(block[head * kBlockSlots + slot % kBlockSlots].bits) << 16);
-    }
+  if (there) {
+    float p[8];
+    unpack<Bf16>(
+        stream_raw(blocks.p + (token * blocks.blocks * kBlockSlots + slot) * kDsaHeads + threadIdx.x % 8 * 8),
+        p);
+#pragma unroll
+    for (const float each : p) sum += each;
   }
-  share[i] = sum;
+#pragma unroll
+  for (int lane = 1; lane < 8; lane *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lane);
+  if (threadIdx.x % 8 == 0 && i < turn.count * sizes.slots) share[i] = sum;
 }
 
 // Scratch of one call.
@@ -94,14 +109,42 @@ struct Space {
   SlotBlocks blocks;
   Bf16* d_o;
   float* delta;
-  Bf16* o;     // null: the caller has it
-  float* lse;  // null: the caller has it
-  Bf16* rows;
+  Bf16* o;         // null: the caller has it
+  float* lse;      // null: the caller has it
+  KeyWord* words;  // null, like the next: no turn goes by blocks of keys
+  float* partial;
+  Bf16* rows;  // null, like the next: none goes by rows of slots
   unsigned long long* chosen;
   float* sink_terms;
   float* d_k;
   float* d_v;
 };
+
+// Of the ways in which dK and dV are summed.
+void make_key_space(OpCall& call, const DsaSizes& sizes, std::int64_t row_numbers, Space& s) {
+  const std::int64_t tokens = sizes.tokens();
+  std::int64_t words = 0;
+  std::int64_t partial = 0;
+  bool by_rows = false;
+  for (std::int64_t first = 0; first < tokens; first += s.per_turn) {
+    const DsaTurn turn{first, std::min(s.per_turn, tokens - first)};
+    if (!goes_by_blocks(sizes, turn)) {
+      by_rows = true;
+      continue;
+    }
+    words = std::max(words, key_words(sizes, turn));
+    partial = std::max(partial, key_partial_numbers(sizes, turn));
+  }
+  if (words > 0) {
+    s.words = call.scratch<KeyWord>(words);
+    s.partial = call.scratch<float>(partial);
+  }
+  if (!by_rows) return;
+  s.per_part = std::clamp<std::int64_t>(kRowBytesOfPart / (2 * row_numbers), 1,
+                                        std::min<std::int64_t>(kPartTokens, s.per_turn));
+  s.rows = call.scratch<Bf16>(s.per_part * row_numbers);
+  s.chosen = call.scratch<unsigned long long>(tokens);
+}
 
 Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
   Space s{};
@@ -110,8 +153,6 @@ Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
   const std::int64_t row_numbers = blocks * kBlockSlots * dsa_row_width(sizes);
   s.per_turn =
       std::clamp<std::int64_t>(kBlockBytesOfTurn / (4 * block_numbers), 1, std::min(kTurnTokens, tokens));
-  s.per_part = std::clamp<std::int64_t>(kRowBytesOfPart / (2 * row_numbers), 1,
-                                        std::min<std::int64_t>(kPartTokens, s.per_turn));
   s.blocks = {call.scratch<Bf16>(s.per_turn * block_numbers), call.scratch<Bf16>(s.per_turn * block_numbers),
               blocks};
   const std::int64_t turn_rows = s.per_turn * sizes.heads;
@@ -121,8 +162,7 @@ Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
     s.o = call.scratch<Bf16>(turn_rows * sizes.value_width);
     s.lse = call.scratch<float>(turn_rows);
   }
-  s.rows = call.scratch<Bf16>(s.per_part * row_numbers);
-  s.chosen = call.scratch<unsigned long long>(tokens);
+  make_key_space(call, sizes, row_numbers, s);
   if (op.in.sink != nullptr && op.d_sink != nullptr) s.sink_terms = call.scratch<float>(tokens * sizes.heads);
   s.d_k = call.scratch<float>(tokens * sizes.key_width);
   call.zero(s.d_k, tokens * sizes.key_width);
@@ -131,6 +171,41 @@ Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
     call.zero(s.d_v, tokens * sizes.value_width);
   }
   return s;
+}
+
+// dK and dV of a turn whose P, dA and dO are there.
+void sum_keys(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
+              const DsaTurn& turn) {
+  const auto* q = op.in.q.as<Bf16>();
+  if (goes_by_blocks(sizes, turn)) {
+    const KeyBlocks blocks{.sizes = sizes,
+                           .turn = turn,
+                           .q = q,
+                           .d_o = space.d_o,
+                           .selected = op.selected,
+                           .blocks = space.blocks,
+                           .words = space.words,
+                           .partial = space.partial,
+                           .d_k = space.d_k,
+                           .d_v = space.d_v};
+    launch_mark_keys(call, blocks);
+    launch_key_blocks(call, blocks);
+    return;
+  }
+  for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
+    launch_key_contributions(
+        call, KeyContributions{.sizes = sizes,
+                               .turn = turn,
+                               .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
+                               .q = q,
+                               .d_o = space.d_o,
+                               .selected = op.selected,
+                               .blocks = space.blocks,
+                               .rows = space.rows,
+                               .chosen = space.chosen,
+                               .d_k = space.d_k,
+                               .d_v = space.d_v});
+  }
 }
 
 void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
@@ -179,20 +254,7 @@ void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const 
                                               .d_o = space.d_o,
                                               .out = space.blocks,
                                               .d_q = op.d_q.as<Bf16>()});
-  for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
-    launch_key_contributions(
-        call, KeyContributions{.sizes = sizes,
-                               .turn = turn,
-                               .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
-                               .q = q,
-                               .d_o = space.d_o,
-                               .selected = op.selected,
-                               .blocks = space.blocks,
-                               .rows = space.rows,
-                               .chosen = space.chosen,
-                               .d_k = space.d_k,
-                               .d_v = space.d_v});
-  }
+  sum_keys(call, op, sizes, space, turn);
 }
 
 // The indexer's turn, in the attention's scratch.
@@ -216,6 +278,19 @@ void run_index_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, 
   of_index.heads = sizes.index_heads;
   of_index.key_width = sizes.index_width;
   of_index.value_width = 0;
+  if (goes_by_blocks(sizes, turn)) {
+    launch_index_key_blocks(call, KeyBlocks{.sizes = of_index,
+                                            .turn = turn,
+                                            .q = index_q,
+                                            .d_o = nullptr,
+                                            .selected = op.selected,
+                                            .blocks = {nullptr, space.blocks.d_logit, space.blocks.blocks},
+                                            .words = space.words,  // the attention's
+                                            .partial = space.partial,
+                                            .d_k = indexer.d_index_k(),
+                                            .d_v = nullptr});
+    return;
+  }
   for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
     launch_index_key_contributions(
         call, KeyContributions{.sizes = of_index,
@@ -244,8 +319,8 @@ void launch_hopper_backward(OpCall& call, const DsaBackward& op, const DsaSizes&
     const DsaTurn turn{first, std::min(space.per_turn, tokens - first)};
     run_turn(call, op, sizes, space, turn);
     if (indexer.share() == nullptr) continue;
-    call.launch(sum_block_heads, grid_for(turn.count * sizes.slots), sizes, turn, space.blocks, op.selected,
-                indexer.share());
+    call.launch(sum_block_heads, grid_for(turn.count * sizes.slots * 8, kThreads), sizes, turn, space.blocks,
+                op.selected, indexer.share());
     if (fast) {
       run_index_turn(call, op, sizes, space, indexer, turn);
     } else {

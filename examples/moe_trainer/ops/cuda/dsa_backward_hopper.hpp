@@ -7,8 +7,11 @@ namespace terrace::trainer::cuda {
 
 inline constexpr int kBlockSlots = 64;  // slots come in blocks
 
-// P and dA as blocks of 64 heads by 64 slots: (turn, blocks, 64, 64). Slots past a token's count are zero up
-// to the end of their block; blocks past it are not written.
+// Tokens of a turn, at most.
+inline constexpr std::int64_t kTurnTokens = 512;
+
+// P and dA, a row of 64 heads a slot: (turn, 64 blocks, 64). Slots past a token's count are zero up to the
+// end of their block; blocks past it are not written.
 struct SlotBlocks {
   Bf16* p;
   Bf16* d_logit;
@@ -33,8 +36,12 @@ struct TokenGradients {
 };
 void launch_token_gradients(OpCall& call, const TokenGradients& a);
 
-// The indexer's side of a turn; d_x blocks as SlotBlocks has them.
+// The indexer's side of a turn; d_x as SlotBlocks has its numbers.
 inline constexpr int kIndexWidth = 128;
+struct IndexForm {  // of its keys: see MlaForm
+  static constexpr int kKey = kIndexWidth, kValue = 0;
+  static constexpr bool kShared = true;
+};
 inline constexpr std::int64_t kMaxIndexSlots = 16384;  // their scores lie in shared memory
 struct IndexGradients {
   DsaSizes sizes;
@@ -54,8 +61,40 @@ struct IndexGradients {
 [[nodiscard]] bool index_fits_hopper(OpCall& call, const DsaBackward& op);
 void launch_index_gradients(OpCall& call, const IndexGradients& a);
 
-// dK and dV as sums in fp32: what `part` (tokens of the turn, at most 64) adds, key by key in the order of
-// tokens.
+// dK and dV as sums in fp32, the first of two ways: all keys up to the turn's last token, in blocks, whether
+// a token chose them or not. Its products grow with the keys, those of the second way with the slots.
+inline constexpr int kKeyBlock = 256;
+struct KeyWord {
+  std::uint32_t bits;   // which of 32 keys the token chose
+  std::int32_t before;  // slots of earlier keys
+};
+struct KeyBlocks {
+  DsaSizes sizes;
+  DsaTurn turn;  // at most kTurnTokens
+  const Bf16* q;
+  const Bf16* d_o;  // (turn, H, DV)
+  const std::int32_t* selected;
+  SlotBlocks blocks;
+  KeyWord* words;  // scratch: key_words()
+  float* partial;  // scratch: key_partial_numbers()
+  float* d_k;      // (B T, DK), adds
+  float* d_v;      // (B T, DV), adds; null: added to the first columns of d_k
+};
+// The first key that the turn's tokens can have chosen: of their first batch row.
+[[nodiscard]] constexpr std::int64_t first_key_of(const DsaSizes& sizes, const DsaTurn& turn) {
+  return turn.first / sizes.length * sizes.length;
+}
+// What a turn needs, the indexer's keys included.
+[[nodiscard]] std::int64_t key_words(const DsaSizes& sizes, const DsaTurn& turn);
+[[nodiscard]] std::int64_t key_partial_numbers(const DsaSizes& sizes, const DsaTurn& turn);
+void launch_mark_keys(OpCall& call, const KeyBlocks& a);  // once a turn, before either:
+void launch_key_blocks(OpCall& call, const KeyBlocks& a);
+// The same for the indexer's keys: sizes.heads and key_width are the indexer's, blocks.d_logit is d_x; p, d_o
+// and d_v are null.
+void launch_index_key_blocks(OpCall& call, const KeyBlocks& a);
+
+// The second way: a row for every slot of every token, then a sum for every key; what `part` (tokens of the
+// turn, at most 64) adds, key by key in the order of tokens.
 struct KeyContributions {
   DsaSizes sizes;
   DsaTurn turn;  // what `d_o` and `blocks` start with

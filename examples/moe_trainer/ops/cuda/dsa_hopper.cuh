@@ -28,6 +28,13 @@ struct SplitForm {
   static constexpr bool kShared = false;
 };
 
+// Denormal results are zero.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 16 bytes to shared memory, `bytes` (16 or 0) of them read, the rest zero.
 __device__ inline void copy_piece(std::uint32_t to, const void* from, std::uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -51,6 +58,7 @@ template <int kRows>
 struct RowSources {
   const Bf16* row[kRows / kRowsAtOnce];  // null: zeros
 };
+// `some`: any row as wide as the tile; nothing is read of it.
 template <int kRows, int kBoxes>
 __device__ inline void copy_tile(std::uint32_t tile, const RowSources<kRows>& from, const Bf16* some) {
   const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
@@ -64,7 +72,7 @@ __device__ inline void copy_tile(std::uint32_t tile, const RowSources<kRows>& fr
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       copy_piece(to + static_cast<std::uint32_t>(box * kRows * 128 + i * kRowsAtOnce * 128),
-                 row != nullptr ? at + box * kBoxColumns : at, bytes);
+                 at + box * kBoxColumns, bytes);
     }
   }
 }

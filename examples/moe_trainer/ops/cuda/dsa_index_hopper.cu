@@ -3,8 +3,7 @@
 //   first:  I = c sum_h w_h relu(x_h), kept in shared memory; then KL and dI = weight (softmax(I) - share /
 //   sum share) second: dx_h = c w_h dI [x_h > 0] into blocks for the keys, dw_h = c sum dI relu(x_h), dqI +=
 //   dx kI
-#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.hpp"
-#include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
+#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.cuh"
 #include "examples/moe_trainer/ops/cuda/hopper/tensor_map.hpp"
 
 namespace terrace::trainer::cuda {
@@ -225,10 +224,7 @@ __global__ void __launch_bounds__(kThreads) index_gradients(const __grid_constan
   for (int tile = 0; tile < tiles; ++tile) {
     tile_products(a, token, tile, count, shared, x);
     product_gradients(x, w, scores + tile * kTileRows, shared + kGradient, d_w);
-    Bf16* block = a.d_x + ((token - a.turn.first) * a.blocks + tile) * kDsaHeads * kBlockSlots;
-    for_row_pieces(x, [&](int row, int column, uint4 pieces) {
-      *reinterpret_cast<uint4*>(block + row * kBlockSlots + column) = pieces;
-    });
+    store_slot_rows(x, a.d_x + ((token - a.turn.first) * a.blocks + tile) * kDsaHeads * kBlockSlots);
     add_query_gradient(d_q, shared + kGradient, shared + kStage + tile % kStages * kTileBytes);
     __syncthreads();  // every warp's products are done with the stage and the gradient
   }

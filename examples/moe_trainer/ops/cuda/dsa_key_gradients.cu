@@ -1,15 +1,15 @@
-// dK and dV from the blocks of P and dA, without atomics on sums.
+// dK and dV from P and dA where tokens look at few of their keys, without atomics on sums. The other way is
+// dsa_key_blocks.cu.
 //
 // First, token by token, what each of its keys gets from it: a block of 64 slots is
 //   rows (64, DK) = dA^T Q + [P^T dO in the first DV columns]      one key row, or
 //   rows (64, DK | DV) = [dA^T Q | P^T dO]                         values of their own
-// by wgmma, with dA and P read across (their heads are k), and rounded to bf16. Then, key by key, the rows of
+// by wgmma and rounded to bf16. Then, key by key, the rows of
 // the tokens that chose it are summed in the order of tokens in fp32. A 64-bit mask a key says which tokens
 // those are: bits set in any order make one mask. The slot is found by bisection.
 #include <algorithm>
 
-#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.hpp"
-#include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
+#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
@@ -19,12 +19,6 @@ using hopper::Start;
 
 constexpr int kBoxBytes = kDsaHeads * 128;
 constexpr int kStages = 2;
-
-// The indexer's keys: one product.
-struct IndexForm128 {
-  static constexpr int kKey = kIndexWidth, kValue = 0;
-  static constexpr bool kShared = true;
-};
 
 // Columns of the result, by warpgroups of `kColumns` each.
 template <typename Form>
@@ -85,17 +79,17 @@ __device__ void copy_heads(const KeyContributions& a, unsigned char* shared, std
   }
 }
 
-// sum (64, kColumns) += a^T b, both 64 heads deep.
+// sum (64, kColumns) += a b: 64 slots of 64 heads, 64 heads of columns.
 template <int kColumns>
-__device__ inline void add_across(float (&sum)[kColumns / 2], const unsigned char* a, const unsigned char* b,
-                                  Start first) {
-  const hopper::Operand left = hopper::mn_major(a, kBoxBytes);
+__device__ inline void add_product(float (&sum)[kColumns / 2], const unsigned char* a, const unsigned char* b,
+                                   Start first) {
+  const hopper::Operand left = hopper::k_major(a);
   const hopper::Operand right = hopper::mn_major(b, kBoxBytes);
 #pragma unroll
   for (int step = 0; step < kDsaHeads / 16; ++step) {
-    hopper::wgmma_bf16<kColumns, Major::kMN, Major::kMN>(sum, left.advanced(step * hopper::kMnMajorStepBytes),
-                                                         right.advanced(step * hopper::kMnMajorStepBytes),
-                                                         step == 0 ? first : Start::kAccumulate);
+    hopper::wgmma_bf16<kColumns, Major::kK, Major::kMN>(sum, left.advanced(step * hopper::kKMajorStepBytes),
+                                                        right.advanced(step * hopper::kMnMajorStepBytes),
+                                                        step == 0 ? first : Start::kAccumulate);
   }
 }
 
@@ -138,12 +132,12 @@ __global__ void __launch_bounds__(Layout<Form>::kThreads, 1)
     hopper::keep_registers(sum);
     hopper::fence_wgmma();
     if constexpr (L::kOne) {
-      add_across<L::kColumns>(sum, d_logit, q, Start::kZero);
+      add_product<L::kColumns>(sum, d_logit, q, Start::kZero);
     } else if constexpr (Form::kShared) {
-      add_across<L::kColumns>(sum, d_logit, q, Start::kZero);
-      add_across<L::kColumns>(sum, p, d_o, Start::kAccumulate);
+      add_product<L::kColumns>(sum, d_logit, q, Start::kZero);
+      add_product<L::kColumns>(sum, p, d_o, Start::kAccumulate);
     } else {
-      add_across<L::kColumns>(sum, group == 0 ? d_logit : p, group == 0 ? q : d_o, Start::kZero);
+      add_product<L::kColumns>(sum, group == 0 ? d_logit : p, group == 0 ? q : d_o, Start::kZero);
     }
     hopper::commit_wgmma();
     hopper::keep_registers(sum);
@@ -170,22 +164,6 @@ __global__ void mark_chosen(const KeyContributions a) {
 
 constexpr int kKeysPerBlock = 8;
 constexpr int kReduceThreads = 192;
-
-// The slot at which `position` stands: it is there.
-__device__ inline int slot_of(const std::int32_t* positions, int slots, std::int32_t position) {
-  int low = 0;
-  int high = slots;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    // Padding is larger than any position as an unsigned number.
-    if (static_cast<unsigned>(__ldg(positions + middle)) < static_cast<unsigned>(position)) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 __device__ inline void add_pieces(float (&sum)[8], uint4 row) {
   sum[0] += low_half(row.x);
@@ -285,7 +263,7 @@ void launch_key_contributions(OpCall& call, const KeyContributions& a) {
 }
 
 void launch_index_key_contributions(OpCall& call, const KeyContributions& a) {
-  launch_slot_rows<IndexForm128>(call, a);
+  launch_slot_rows<IndexForm>(call, a);
   launch_add_rows(call, a);
 }
 

@@ -1,9 +1,9 @@
-// The indexer's scores by wgmma: a block keeps 128 keys in registers, 64 a warpgroup, and goes through the
+// The indexer's scores by wgmma: a block keeps 192 keys in registers, 64 a warpgroup, and goes through the
 // queries.
 //
 // Keys are the rows of the product and a query's heads its columns, X = kI (64 x 128) qI_t^T (128 x 64): then
-// the sum over heads of w relu(x) runs along a row, inside a thread and its quad. Queries come through three
-// stages.
+// the sum over heads of w relu(x) runs along a row, inside a thread and its quad. A warpgroup
+// copies queries, two a stage; while one of them is summed, the other's product runs.
 #include <algorithm>
 
 #include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
@@ -18,14 +18,21 @@ using hopper::Start;
 constexpr int kWidth = 128;  // DI
 constexpr int kBoxes = kWidth / kBoxColumns;
 constexpr int kSteps = kWidth / 16;
-constexpr int kThreads = 2 * hopper::kWarpgroup;
-constexpr int kKeys = 128;    // of a block
-constexpr int kQueries = 64;  // of a block
-constexpr int kStages = 3;
+constexpr int kConsumerThreads = 3 * hopper::kWarpgroup;
+constexpr int kThreads = kConsumerThreads + hopper::kWarpgroup;
+constexpr int kKeys = 192;     // of a block
+constexpr int kQueries = 128;  // of a block
+constexpr int kStages = 4;
 constexpr int kBoxBytes = kDsaHeads * 128;
-constexpr int kWeights = kBoxes * kBoxBytes;  // of a stage, after the query
-constexpr int kStageBytes = kWeights + 1024;
-constexpr int kSharedBytes = kStages * kStageBytes + 1024;
+constexpr int kWeights = kBoxes * kBoxBytes;  // after the query
+constexpr int kQueryBytes = kWeights + 1024;
+constexpr int kStageBytes = 2 * kQueryBytes;
+constexpr int kBarriers = kStages * kStageBytes;
+constexpr int kSharedBytes = kBarriers + 16 * kStages + 1024;
+
+struct Barriers {
+  hopper::Barrier full[kStages], empty[kStages];
+};
 
 struct Scores {
   DsaSizes sizes;
@@ -54,21 +61,23 @@ __device__ inline std::int64_t sequence_end(const Packing& packing, std::int64_t
   return packing.starts[low];
 }
 
-__device__ inline void copy_query(const Scores& a, std::int64_t query, unsigned char* stage) {
+// By a warpgroup.
+__device__ inline void copy_query(const Scores& a, std::int64_t query, unsigned char* place) {
   const int heads = static_cast<int>(a.sizes.index_heads);
+  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
   const std::int64_t token = a.batch * a.sizes.length + query;
   const Bf16* q = a.index_q + token * heads * kWidth;
-  const std::uint32_t to = hopper::shared_address(stage);
+  const std::uint32_t to = hopper::shared_address(place);
 #pragma unroll
-  for (int i = 0; i < kDsaHeads * kWidth / 8; i += kThreads) {
-    const int piece = i + static_cast<int>(threadIdx.x), head = piece / 16, column = piece % 16;
+  for (int i = 0; i < kDsaHeads * kWidth / 8; i += hopper::kWarpgroup) {
+    const int piece = i + thread, head = piece / 16, column = piece % 16;
     const std::uint32_t at =
         static_cast<std::uint32_t>(column / 8 * kBoxBytes + head * 128 + (column % 8 ^ head % 8) * 16);
     const bool there = head < heads;
     copy_piece(to + at, there ? q + std::int64_t{head} * kWidth + column * 8 : q, there ? 16 : 0);
   }
-  if (threadIdx.x < kDsaHeads / 8) {
-    const int head = static_cast<int>(threadIdx.x) * 8;
+  if (thread < kDsaHeads / 8) {
+    const int head = thread * 8;
     const Bf16* w = a.index_w + token * heads;
     copy_piece(to + kWeights + static_cast<std::uint32_t>(head * 2), head < heads ? w + head : w,
                head < heads ? 16 : 0);
@@ -117,10 +126,72 @@ __device__ inline void write_scores(const Scores& a, const float (&x)[32], const
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 2) index_scores(const __grid_constant__ Scores a) {
+// Starts the product of the warpgroup's keys with a query.
+__device__ inline void start_product(float (&x)[32], const std::uint32_t (&key)[kSteps][4],
+                                     const unsigned char* place) {
+  const hopper::Operand q = hopper::k_major(place);
+  hopper::keep_registers(x);
+  hopper::fence_wgmma();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    hopper::wgmma_bf16<kDsaHeads, Major::kK>(
+        x, key[step], q.advanced(step / 4 * kBoxBytes + step % 4 * hopper::kKMajorStepBytes),
+        step == 0 ? Start::kZero : Start::kAccumulate);
+  }
+  hopper::commit_wgmma();
+}
+
+// The queries of a block.
+struct Queries {
+  std::int64_t first, end;
+};
+
+__device__ inline void produce(const Scores& a, const Queries& queries, unsigned char* shared,
+                               Barriers& barriers) {
+  int turn = 0;
+  for (std::int64_t query = queries.first; query < queries.end; query += 2, ++turn) {
+    const int stage = turn % kStages;
+    unsigned char* place = shared + stage * kStageBytes;
+    barriers.empty[stage].wait(static_cast<unsigned>(turn / kStages % 2) ^ 1U);
+    copy_query(a, query, place);
+    if (query + 1 < queries.end) copy_query(a, query + 1, place + kQueryBytes);
+    arrive_when_copied(barriers.full[stage]);
+  }
+  wait_all_copies();
+}
+
+__device__ inline void consume(const Scores& a, const Queries& queries, std::int64_t key0,
+                               unsigned char* shared, Barriers& barriers) {
+  std::uint32_t key[kSteps][4];
+  load_keys(a, key0, key);
+  float even[32] = {};
+  float odd[32] = {};
+  int turn = 0;
+  for (std::int64_t query = queries.first; query < queries.end; query += 2, ++turn) {
+    const int stage = turn % kStages;
+    unsigned char* place = shared + stage * kStageBytes;
+    barriers.full[stage].wait(static_cast<unsigned>(turn / kStages % 2));
+    hopper::fence_shared_for_async();  // what ordinary copies wrote
+    start_product(even, key, place);
+    start_product(odd, key, place + kQueryBytes);  // past the last query: of no use, and no harm
+    hopper::wait_wgmma<1>();
+    hopper::keep_registers(even);
+    write_scores(a, even, place + kWeights, query, key0);
+    hopper::wait_wgmma<0>();
+    hopper::keep_registers(odd);
+    if (query + 1 < queries.end) {
+      write_scores(a, odd, place + kQueryBytes + kWeights, query + 1, key0);
+    }
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barriers.empty[stage].arrive();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) index_scores(const __grid_constant__ Scores a) {
 #if TERRACE_SM90A
   extern __shared__ unsigned char raw[];
   unsigned char* shared = raw + ((1024U - hopper::shared_address(raw) % 1024U) % 1024U);
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + kBarriers);
   const std::int64_t length = a.sizes.length, block_key = std::int64_t{blockIdx.x} * kKeys;
   const std::int64_t last_key = block_key + kKeys - 1 < length ? block_key + kKeys - 1 : length - 1;
   // Queries that see one of the keys.
@@ -131,41 +202,18 @@ __global__ void __launch_bounds__(kThreads, 2) index_scores(const __grid_constan
   const std::int64_t seen_until = sequence_end(a.packing, last_key, length);
   if (end > seen_until) end = seen_until;
   if (query >= end) return;
-  const std::int64_t key0 = block_key + threadIdx.x / hopper::kWarpgroup * 64;
-  std::uint32_t key[kSteps][4];
-  load_keys(a, key0, key);
-#pragma unroll
-  for (int ahead = 0; ahead < kStages - 1; ++ahead) {
-    if (query + ahead < end) copy_query(a, query + ahead, shared + ahead * kStageBytes);
-    commit_copies();
-  }
-  int stage = 0;
-  for (; query < end; ++query) {
-    wait_copies<kStages - 2>();
-    hopper::fence_shared_for_async();
-    __syncthreads();  // the stage before is free, too
-    const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-    if (query + kStages - 1 < end) copy_query(a, query + kStages - 1, shared + free_stage * kStageBytes);
-    commit_copies();
-    unsigned char* at = shared + stage * kStageBytes;
-    const hopper::Operand q = hopper::k_major(at);
-    float x[32];
-#pragma unroll
-    for (float& value : x) value = 0.0F;
-    hopper::keep_registers(x);
-    hopper::fence_wgmma();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      hopper::wgmma_bf16<kDsaHeads, Major::kK>(
-          x, key[step], q.advanced(step / 4 * kBoxBytes + step % 4 * hopper::kKMajorStepBytes),
-          step == 0 ? Start::kZero : Start::kAccumulate);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barriers.full[stage].init(hopper::kWarpgroup);
+      barriers.empty[stage].init(kConsumerThreads / kWarp);
     }
-    hopper::commit_wgmma();
-    hopper::keep_registers(x);
-    hopper::wait_wgmma<0>();
-    hopper::keep_registers(x);
-    write_scores(a, x, at + kWeights, query, key0);
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumerThreads) {
+    produce(a, {query, end}, shared, barriers);
+  } else {
+    consume(a, {query, end}, block_key + threadIdx.x / hopper::kWarpgroup * 64, shared, barriers);
   }
 #endif
 }

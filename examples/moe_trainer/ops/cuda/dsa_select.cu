@@ -85,6 +85,29 @@ __device__ unsigned ordered_bits(float value) {
   return bits ^ ((bits >> 31) != 0U ? 0xffffffffU : 0x80000000U);
 }
 
+// A thread takes four scores at a time, one behind the other.
+constexpr int kFour = 4;
+constexpr int kStep = kFour * kThreads;
+struct FourBits {
+  unsigned at[kFour];  // 0 past the end
+};
+__device__ FourBits four_bits(const float* scores, int first, int count, bool aligned_row) {
+  FourBits result{};
+  if (aligned_row && first + kFour <= count) {
+    const float4 four = *reinterpret_cast<const float4*>(scores + first);
+    result = {{ordered_bits(four.x), ordered_bits(four.y), ordered_bits(four.z), ordered_bits(four.w)}};
+    return result;
+  }
+#pragma unroll
+  for (int i = 0; i < kFour; ++i) {
+    if (first + i < count) result.at[i] = ordered_bits(scores[first + i]);
+  }
+  return result;
+}
+__device__ bool is_aligned_row(const float* scores) {
+  return reinterpret_cast<std::uintptr_t>(scores) % sizeof(float4) == 0;
+}
+
 struct Threshold {
   unsigned bits;  // of the k-th largest value
   int equal;      // how many that equal it are among the k
@@ -122,16 +145,22 @@ __device__ Threshold find_digit(const int (&histogram)[kDigits], int wanted) {
 // wanted is 1 to count.
 __device__ Threshold kth_largest(const float* scores, int count, int wanted) {
   __shared__ int histogram[kDigits];
+  const bool aligned_row = is_aligned_row(scores);
   unsigned known = 0;
   unsigned known_mask = 0;
   for (int shift = kFirstShift; shift >= 0; shift = shift == 0 ? -1 : max(0, shift - kDigitBits)) {
     // The last digit overlaps the one before by a bit, which is known by then.
     for (int digit = static_cast<int>(threadIdx.x); digit < kDigits; digit += kThreads) histogram[digit] = 0;
     __syncthreads();
-    for (int s = static_cast<int>(threadIdx.x); s < count; s += kThreads) {
-      const unsigned bits = ordered_bits(scores[s]);
-      // Counts do not depend on the order in which they are counted.
-      if ((bits & known_mask) == known) atomicAdd(&histogram[(bits >> shift) & (kDigits - 1U)], 1);
+    for (int s = static_cast<int>(threadIdx.x) * kFour; s < count; s += kStep) {
+      const FourBits bits = four_bits(scores, s, count, aligned_row);
+#pragma unroll
+      for (int i = 0; i < kFour; ++i) {
+        // Counts do not depend on the order in which they are counted.
+        if (s + i < count && (bits.at[i] & known_mask) == known) {
+          atomicAdd(&histogram[(bits.at[i] >> shift) & (kDigits - 1U)], 1);
+        }
+      }
     }
     __syncthreads();
     const Threshold digit = find_digit(histogram, wanted);
@@ -140,6 +169,64 @@ __device__ Threshold kth_largest(const float* scores, int count, int wanted) {
     known_mask |= (kDigits - 1U) << shift;
   }
   return {known, wanted};
+}
+
+// The sum over threads of lower index; *total gets the sum over all. `warp_totals` may be used again in the
+// call after the next.
+__device__ unsigned sum_before(unsigned mine, unsigned (&warp_totals)[kThreads / kWarp], unsigned* total) {
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  unsigned before = mine;
+#pragma unroll
+  for (unsigned step = 1; step < kWarp; step *= 2) {
+    const unsigned other = __shfl_up_sync(kFullWarp, before, step);
+    if (lane >= step) before += other;
+  }
+  if (lane == kWarp - 1) warp_totals[warp] = before;
+  __syncthreads();
+  before -= mine;
+  *total = 0;
+#pragma unroll
+  for (unsigned i = 0; i < kThreads / kWarp; ++i) {
+    if (i < warp) before += warp_totals[i];
+    *total += warp_totals[i];
+  }
+  return before;
+}
+
+// In order: what is above the threshold, and of what equals it the first `equal`.
+__device__ void collect(const float* scores, int count, int from, const Threshold& threshold,
+                        std::int32_t* out) {
+  constexpr unsigned kOneEqual = 1U << 16;  // the lower half counts what is above the threshold
+  __shared__ unsigned warp_totals[2][kThreads / kWarp];
+  const bool aligned_row = is_aligned_row(scores);
+  int above = 0;
+  int equal = 0;
+  for (int base = 0, turn = 0; base < count; base += kStep, turn ^= 1) {
+    const int first = base + static_cast<int>(threadIdx.x) * kFour;
+    const FourBits bits = four_bits(scores, first, count, aligned_row);
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+      if (first + i >= count) continue;
+      mine += bits.at[i] > threshold.bits ? 1U : bits.at[i] == threshold.bits ? kOneEqual : 0U;
+    }
+    unsigned total = 0;
+    const unsigned before = sum_before(mine, warp_totals[turn], &total);
+    int above_here = above + static_cast<int>(before % kOneEqual);
+    int equal_here = equal + static_cast<int>(before / kOneEqual);
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+      if (first + i >= count) continue;
+      if (bits.at[i] > threshold.bits) {
+        out[above_here++ + min(equal_here, threshold.equal)] = from + first + i;
+      } else if (bits.at[i] == threshold.bits) {
+        if (equal_here < threshold.equal) out[above_here + equal_here] = from + first + i;
+        ++equal_here;
+      }
+    }
+    above += static_cast<int>(total % kOneEqual);
+    equal += static_cast<int>(total / kOneEqual);
+  }
 }
 
 // One block a query of one sequence.
@@ -154,22 +241,7 @@ __global__ void __launch_bounds__(kThreads) select_positions(DsaScoreRows a, std
     for (int j = static_cast<int>(threadIdx.x); j < slots; j += kThreads) out[j] = j < count ? from + j : -1;
     return;
   }
-  const Threshold threshold = kth_largest(scores, count, slots);
-  int placed = 0;
-  int equal_seen = 0;
-  for (int base = 0; base < count && placed < slots; base += kThreads) {
-    const int s = base + static_cast<int>(threadIdx.x);
-    const unsigned bits = s < count ? ordered_bits(scores[s]) : 0U;
-    const bool equal = s < count && bits == threshold.bits;
-    int equal_here = 0;
-    const int equal_rank = equal_seen + block_rank<kThreads>(equal, &equal_here);
-    const bool take = (s < count && bits > threshold.bits) || (equal && equal_rank < threshold.equal);
-    int taken_here = 0;
-    const int place = placed + block_rank<kThreads>(take, &taken_here);
-    if (take) out[place] = from + s;
-    equal_seen += equal_here;
-    placed += taken_here;
-  }
+  collect(scores, count, from, kth_largest(scores, count, slots), out);
 }
 
 }  // namespace

@@ -4,8 +4,7 @@
 // the first makes S = Q K^T and P = e^(S - lse), the second dP = dO V^T and, with P handed over in fp32, dA =
 // P (dP - delta) scale. Both then add dA K for a part of the columns of dQ, which stays in registers.
 //   shared: Q | dO | stages | dA | P in passing | barriers
-#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.hpp"
-#include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
+#include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
@@ -14,7 +13,6 @@ using hopper::Major;
 using hopper::Start;
 
 constexpr int kTileRows = 32;
-constexpr int kStages = 2;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = (kConsumers + 1) * hopper::kWarpgroup;
 constexpr int kConsumerThreads = kConsumers * hopper::kWarpgroup;
@@ -27,6 +25,9 @@ template <typename Form>
 struct Layout {
   static constexpr int kKeyBoxes = Form::kKey / kBoxColumns;
   static constexpr int kValueBoxes = Form::kValue / kBoxColumns;
+  // The wide form fills a multiprocessor's shared memory and registers; of the other two blocks fit.
+  static constexpr int kStages = Form::kShared ? 2 : 3;
+  static constexpr int kPerProcessor = Form::kShared ? 1 : 2;
   static constexpr int kStageBoxes = kKeyBoxes + (Form::kShared ? 0 : kValueBoxes);
   static constexpr int kFirstValueBox = Form::kShared ? 0 : kKeyBoxes;
   static constexpr int kDo = kKeyBoxes * kHeadBoxBytes;  // after Q
@@ -39,15 +40,16 @@ struct Layout {
   static constexpr int kBoxes[kConsumers] = {(kKeyBoxes + 1) / 2, kKeyBoxes / 2};
 };
 
+template <typename Form>
 struct Barriers {
-  hopper::Barrier heads, full[kStages], empty[kStages];
+  hopper::Barrier heads, full[Layout<Form>::kStages], empty[Layout<Form>::kStages];
   int cell;
 };
 
 __device__ inline int tiles_of(int count) { return (count + kBlockSlots - 1) / kBlockSlots * kTilesPerBlock; }
 
 template <typename Form>
-__device__ void produce(const TokenGradients& a, unsigned char* shared, Barriers& barriers,
+__device__ void produce(const TokenGradients& a, unsigned char* shared, Barriers<Form>& barriers,
                         std::int64_t token, int count) {
   using L = Layout<Form>;
   const std::int64_t sequence = token / a.sizes.length * a.sizes.length;
@@ -67,8 +69,8 @@ __device__ void produce(const TokenGradients& a, unsigned char* shared, Barriers
   for (int tile = 0; tile < tiles; ++tile) {
     const TilePositions<kTileRows> now = next;
     next = tile_positions<kTileRows>(positions, tile + 1, count);
-    const int stage = tile % kStages;
-    barriers.empty[stage].wait(static_cast<unsigned>(tile / kStages % 2) ^ 1U);
+    const int stage = tile % L::kStages;
+    barriers.empty[stage].wait(static_cast<unsigned>(tile / L::kStages % 2) ^ 1U);
     const std::uint32_t at =
         hopper::shared_address(shared + L::kStage + stage * L::kStageBoxes * kTileBoxBytes);
     copy_tile<kTileRows, L::kKeyBoxes>(at, gathered_rows<kTileRows>(now, sequence_k, Form::kKey), a.k);
@@ -137,13 +139,6 @@ __device__ inline void make_logit_gradients(float (&d)[16], const HeadPair& head
   hopper::fence_shared_for_async();
 }
 
-// Half a block of slots to global memory.
-__device__ inline void store_half_block(const float (&d)[16], Bf16* block, int half) {
-  for_row_pieces(d, [&](int row, int column, uint4 pieces) {
-    *reinterpret_cast<uint4*>(block + row * kBlockSlots + half * kTileRows + column) = pieces;
-  });
-}
-
 template <int kCount>
 __device__ inline void store_query_gradient(const float (&d)[kCount], Bf16* rows, int heads, int width) {
   for_row_pieces(d, [&](int row, int column, uint4 pieces) {
@@ -166,7 +161,7 @@ __device__ inline void add_product(float (&d)[kColumns / 2], const unsigned char
 }
 
 template <typename Form, int kGroup>
-__device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers& barriers,
+__device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers<Form>& barriers,
                         std::int64_t token, int count) {
   using L = Layout<Form>;
   constexpr int kFirstBox = kGroup == 0 ? 0 : L::kBoxes[0];
@@ -185,11 +180,13 @@ __device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers
   const hopper::Operand left = hopper::k_major(kGroup == 0 ? shared : shared + L::kDo);
   barriers.heads.wait(0);
   hopper::fence_shared_for_async();
+  Bf16* rows_out = (kGroup == 0 ? a.out.p : a.out.d_logit) +
+                   (token - a.turn.first) * a.out.blocks * kBlockSlots * kDsaHeads;
   const int tiles = tiles_of(count);
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages;
+    const int stage = tile % L::kStages;
     unsigned char* rows = shared + L::kStage + stage * L::kStageBoxes * kTileBoxBytes;
-    barriers.full[stage].wait(static_cast<unsigned>(tile / kStages % 2));
+    barriers.full[stage].wait(static_cast<unsigned>(tile / L::kStages % 2));
     hopper::fence_shared_for_async();  // what ordinary copies wrote
     float s[16];
 #pragma unroll
@@ -214,9 +211,7 @@ __device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers
     add_product<kWide * kBoxColumns>(wide, gradient, rows, kFirstBox);
     if constexpr (kRest > 0) add_product<kBoxColumns>(rest, gradient, rows, kFirstBox + kWide);
     hopper::commit_wgmma();
-    const std::int64_t block = (token - a.turn.first) * a.out.blocks + tile / kTilesPerBlock;
-    store_half_block(s, (kGroup == 0 ? a.out.p : a.out.d_logit) + block * kDsaHeads * kBlockSlots,
-                     tile % kTilesPerBlock);
+    store_slot_rows(s, rows_out + std::int64_t{tile} * kTileRows * kDsaHeads);
     hopper::keep_registers(wide);
     hopper::keep_registers(rest);
     hopper::wait_wgmma<0>();
@@ -232,15 +227,16 @@ __device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers
 }
 
 template <typename Form>
-__global__ void __launch_bounds__(kThreads, 1) token_gradients(const __grid_constant__ TokenGradients a) {
+__global__ void __launch_bounds__(kThreads, Layout<Form>::kPerProcessor)
+    token_gradients(const __grid_constant__ TokenGradients a) {
 #if TERRACE_SM90A
   extern __shared__ unsigned char raw[];
   unsigned char* shared = raw + ((1024U - hopper::shared_address(raw) % 1024U) % 1024U);
-  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + Layout<Form>::kBarriers);
+  Barriers<Form>& barriers = *reinterpret_cast<Barriers<Form>*>(shared + Layout<Form>::kBarriers);
   const std::int64_t token = a.turn.first + (a.turn.count - 1 - blockIdx.x);
   if (threadIdx.x == 0) {
     barriers.heads.init(hopper::kWarpgroup);
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = 0; stage < Layout<Form>::kStages; ++stage) {
       barriers.full[stage].init(hopper::kWarpgroup);
       barriers.empty[stage].init(kConsumerThreads / kWarp);
     }
@@ -251,13 +247,13 @@ __global__ void __launch_bounds__(kThreads, 1) token_gradients(const __grid_cons
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (group == kConsumers) {
-    hopper::give_registers<40>();
+    if constexpr (Layout<Form>::kPerProcessor == 1) hopper::give_registers<40>();
     produce<Form>(a, shared, barriers, token, count);
   } else if (group == 0) {
-    hopper::take_registers<232>();
+    if constexpr (Layout<Form>::kPerProcessor == 1) hopper::take_registers<232>();
     consume<Form, 0>(a, shared, barriers, token, count);
   } else {
-    hopper::take_registers<232>();
+    if constexpr (Layout<Form>::kPerProcessor == 1) hopper::take_registers<232>();
     consume<Form, 1>(a, shared, barriers, token, count);
   }
 #endif

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "examples/moe_trainer/ops/array.hpp"
 #include "examples/moe_trainer/ops/cuda/op_call.hpp"
@@ -30,8 +31,9 @@ __device__ inline float low_half(unsigned pair) { return __uint_as_float(pair <<
 __device__ inline float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000U); }
 __device__ inline unsigned as_pair(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return static_cast<unsigned>(__bfloat16_as_ushort(pair.x)) |
-         static_cast<unsigned>(__bfloat16_as_ushort(pair.y)) << 16;
+  unsigned bits = 0;
+  memcpy(&bits, &pair, sizeof bits);  // whole: halves would be taken apart and put together again
+  return bits;
 }
 
 // 16 bytes: four fp32 numbers or eight bf16 ones.
@@ -108,8 +110,14 @@ __device__ inline void store_one(Out array, std::int64_t i, float value) {
   store_float(array.as<Bf16>() + i, value);
 }
 
-// 1 / (1 + e^-x) by the fast exponential and reciprocal: relative error below 4e-7 (1 + |x|).
-__device__ inline float fast_sigmoid(float x) { return __fdividef(1.0F, 1.0F + __expf(-x)); }
+// 1 / (1 + e^-x) by the fast exponential and reciprocal, denormal numbers taken for zero: relative error
+// below 4e-7 (1 + |x|).
+__device__ inline float fast_sigmoid(float x) {
+  float power = 0.0F, inverse = 0.0F;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634F));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0F + power));
+  return inverse;
+}
 
 // Null, or a multiple of `bytes`.
 [[nodiscard]] inline bool aligned(const void* at, std::uintptr_t bytes = 16) {

@@ -7,13 +7,15 @@
 
 #include "examples/moe_trainer/ops/cuda/elements.cuh"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
+#include "examples/moe_trainer/ops/cuda/reduce.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kSumThreads = 128;
-constexpr int kChunk = 32;  // tokens
+constexpr int kChunk = kWarp;  // tokens
+constexpr int kBatch = 4;      // tokens whose loads are under way together
 
 // kCount numbers a thread, 16 bytes or one.
 template <typename T, int kCount>
@@ -42,43 +44,91 @@ struct SortedTokens {
   std::int64_t count;
 };
 
+// A thread's columns: four neighbours, or one.
+template <int kCount>
+struct Columns {
+  float value[kCount];
+
+  template <typename T>
+  __device__ void load(const T* at) {
+    if constexpr (kCount == 1) {
+      value[0] = load_float(at);
+    } else {
+      const float4 four = load_four(at);
+      value[0] = four.x;
+      value[1] = four.y;
+      value[2] = four.z;
+      value[3] = four.w;
+    }
+  }
+  __device__ void store(float* at) const {
+    if constexpr (kCount == 1) {
+      *at = value[0];
+    } else {
+      store_four(at, {value[0], value[1], value[2], value[3]});
+    }
+  }
+  __device__ void add(const Columns& other) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) value[n] += other.value[n];
+  }
+};
+
 // parts: (chunks, 2, width): what the chunk has of a run that began before it, and of one that goes on after
-// it. A chunk inside one long run has the first alone.
-template <typename T>
+// it. A chunk inside one long run has the first alone. The table's rows of a batch are read together: a row
+// is of one run, which ends once.
+template <typename T, int kCount>
 __global__ void __launch_bounds__(kSumThreads)
     sum_chunks(EmbeddingBackward op, SortedTokens sorted, float* parts) {
-  const std::int64_t columns = (op.width + kSumThreads - 1) / kSumThreads;
+  constexpr int kBlockColumns = kSumThreads * kCount;
+  const auto columns = static_cast<unsigned>((op.width + kBlockColumns - 1) / kBlockColumns);
   const std::int64_t chunk = blockIdx.x / columns, begin = chunk * kChunk;
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) % columns * kSumThreads + threadIdx.x;
+  const std::int64_t column = std::int64_t{blockIdx.x % columns} * kBlockColumns + threadIdx.x * kCount;
   const std::int64_t end = min(sorted.count, begin + kChunk);
-  if (column >= op.width) return;
+  const bool inside = column < op.width;
+  // Lane i: the chunk's i-th token.
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t mine = begin + lane;
+  const std::int32_t own_id = mine < end ? sorted.id[mine] : -1;
+  const std::int32_t own_token = mine < end ? sorted.token[mine] : 0;
+  const bool own_ends = mine < end && (mine + 1 == sorted.count || sorted.id[mine + 1] != own_id);
+  const unsigned ends = __ballot_sync(kFullWarp, own_ends);  // where a run does
   const T* d_out = op.d_out.as<T>() + column;
+  float* table = op.d_table + column;
   float* part = parts + chunk * 2 * op.width + column;
   bool continues = begin > 0 && sorted.id[begin - 1] == sorted.id[begin];
-  float sum = 0.0F;
-  for (std::int64_t i0 = begin; i0 < end; i0 += 8) {
-    float next[8];
+  Columns<kCount> sum{};
+  const int count = static_cast<int>(end - begin);
+  for (int i0 = 0; i0 < count; i0 += kBatch) {
+    Columns<kCount> next[kBatch], before[kBatch];
+    std::int32_t id[kBatch];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      next[k] = i0 + k < end ? load_float(d_out + std::int64_t{sorted.token[i0 + k]} * op.width) : 0.0F;
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = i0 + k;
+      id[k] = __shfl_sync(kFullWarp, own_id, i);
+      const std::int32_t token = __shfl_sync(kFullWarp, own_token, i);
+      next[k] = before[k] = {};
+      if (!inside || i >= count) continue;
+      next[k].load(d_out + std::int64_t{token} * op.width);
+      if ((ends >> i & 1U) != 0) before[k].load(table + std::int64_t{id[k]} * op.width);
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const std::int64_t i = i0 + k;
-      if (i >= end) break;
-      sum += next[k];
-      const std::int32_t id = sorted.id[i];
-      const bool last = i + 1 == sorted.count || sorted.id[i + 1] != id;
-      if (!last && i + 1 < end) continue;
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = i0 + k;
+      if (!inside || i >= count) continue;
+      sum.add(next[k]);
+      const bool last = (ends >> i & 1U) != 0;
+      if (!last && i + 1 < count) continue;
       if (continues) {
-        part[0] = sum;
+        sum.store(part);
       } else if (!last) {
-        part[op.width] = sum;
+        sum.store(part + op.width);
       } else {
-        op.d_table[std::int64_t{id} * op.width + column] += sum;
+        before[k].add(sum);
+        before[k].store(table + std::int64_t{id[k]} * op.width);
       }
       continues = false;
-      sum = 0.0F;
+      sum = {};
     }
   }
 }
@@ -147,10 +197,15 @@ void launch(OpCall& call, const EmbeddingBackward& op) {
   const SortedTokens sorted = sort_by_id(call, op);
   const std::int64_t chunks = ceil_div(op.tokens, kChunk);
   auto* parts = call.scratch<float>(chunks * 2 * op.width);
-  const Grid grid{.x = chunks * ceil_div(op.width, kSumThreads), .threads = kSumThreads};
-  with_element(op.d_out.dtype(),
-               [&](auto element) { call.launch(sum_chunks<decltype(element)>, grid, op, sorted, parts); });
-  call.launch(join_runs, grid, op, sorted, parts);
+  with_element(op.d_out.dtype(), [&](auto element) {
+    using T = decltype(element);
+    const bool fours = op.width % 4 == 0 && aligned(op.d_table) && aligned_fours(op.d_out);
+    const std::int64_t columns = ceil_div(op.width, std::int64_t{kSumThreads} * (fours ? 4 : 1));
+    call.launch(fours ? sum_chunks<T, 4> : sum_chunks<T, 1>,
+                Grid{.x = chunks * columns, .threads = kSumThreads}, op, sorted, parts);
+  });
+  call.launch(join_runs, Grid{.x = chunks * ceil_div(op.width, kSumThreads), .threads = kSumThreads}, op,
+              sorted, static_cast<const float*>(parts));
 }
 
 }  // namespace terrace::trainer::cuda

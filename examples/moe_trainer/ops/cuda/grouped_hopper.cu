@@ -15,14 +15,16 @@ using hopper::TensorView;
 constexpr std::int64_t kMaxInt = 0x7fffffff;
 constexpr std::int64_t kMaxTiles = kMaxInt / 2;  // a block steps past the last one
 
+// Clusters of two share half of what they read, which is most of what a large tile waits for. Groups with few
+// rows have one row of tiles each and read mostly W, from memory: nothing to share.
 template <Product kProduct>
-using WideTile = ProductShape<kProduct, 128, 256, 4>;
+using WideTile = ProductShape<kProduct, 128, 256, 4, 2>;
 template <Product kProduct>
-using SquareTile = ProductShape<kProduct, 128, 128, 6>;
+using SquareTile = ProductShape<kProduct, 128, 128, 6, 2>;
 template <Product kProduct>
-using FlatTile = ProductShape<kProduct, 64, 256, 4>;
+using FlatTile = ProductShape<kProduct, 64, 256, 4, 1>;
 template <Product kProduct>
-using SmallTile = ProductShape<kProduct, 64, 128, 8>;
+using SmallTile = ProductShape<kProduct, 64, 128, 8, 1>;
 
 // (rows, width) row-major.
 TensorView matrix(const void* at, std::int64_t rows, std::int64_t width, int box_rows) {
@@ -42,20 +44,12 @@ TensorView matrices(const void* at, std::int64_t count, std::int64_t rows, std::
           .stride = {1, width, rows * width},
           .box = {64, box_rows, 1}};
 }
-// (rows, halves, width), stored 64 rows of one half at a time.
-TensorView rows_out(const void* at, std::int64_t rows, int halves, std::int64_t width) {
-  return {.at = at,
-          .type = ElementType::kBf16,
-          .rank = 3,
-          .extent = {width, halves, rows},
-          .stride = {1, width, halves * width},
-          .box = {64, 1, 64}};
-}
-
 bool all_bf16(std::initializer_list<In> arrays) {
   return std::all_of(arrays.begin(), arrays.end(),
                      [](In each) { return !each || each.dtype() == Dtype::kBf16; });
 }
+// What is stored in pieces of 16 bytes, row by row: rows are multiples of that too.
+bool in_pieces(const void* at) { return reinterpret_cast<std::uintptr_t>(at) % sizeof(uint4) == 0; }
 bool fits_int(std::initializer_list<std::int64_t> sizes) {
   return std::all_of(sizes.begin(), sizes.end(),
                      [](std::int64_t size) { return size > 0 && size < kMaxInt / 2; });
@@ -87,18 +81,17 @@ struct RowPlan {
 
 template <typename Shape>
 void launch_product(OpCall& call, const ProductParameters& parameters, std::int64_t tiles, int processors) {
-  call.launch(grouped_product<Shape>,
-              Grid{.x = std::min<std::int64_t>(tiles, processors),
-                   .threads = kProductThreads,
-                   .shared_bytes = Shape::kSharedBytes},
-              parameters);
+  const std::int64_t clusters = std::min<std::int64_t>(tiles, processors / Shape::kBlocks);
+  call.launch(
+      grouped_product<Shape>,
+      Grid{.x = clusters * Shape::kBlocks, .threads = kProductThreads, .shared_bytes = Shape::kSharedBytes},
+      parameters);
 }
 
 struct RowsCall {
   RowPlan plan;
   std::int64_t depth;
   const void* a;
-  const void* c;
   TensorView b;  // whole; its box is set by the tile
 };
 
@@ -106,14 +99,12 @@ struct RowsCall {
 template <typename Shape>
 bool try_rows(OpCall& call, const RowsCall& rows, ProductParameters p) {
   TensorView b = rows.b;
-  b.box[1] = Shape::kMajorB == hopper::Major::kK ? Shape::kTileN : kSlab;
-  const TensorView a = matrix(rows.a, rows.plan.rows, rows.depth, Shape::kTileM);
-  const TensorView c = rows_out(rows.c, rows.plan.rows, 1, rows.plan.columns);
+  b.box[1] = Shape::kMajorB == hopper::Major::kK ? Shape::kTileN / Shape::kBlocks : kSlab;
+  const TensorView a = matrix(rows.a, rows.plan.rows, rows.depth, Shape::kTileM / Shape::kBlocks);
   const std::int64_t tiles = rows.plan.tiles(Shape::kTileM, Shape::kColumns);
-  if (tiles > kMaxTiles || !takes_tensor_map(a) || !takes_tensor_map(b) || !takes_tensor_map(c)) return false;
+  if (tiles > kMaxTiles || !takes_tensor_map(a) || !takes_tensor_map(b)) return false;
   p.a = make_tensor_map(call, a);
   p.b = make_tensor_map(call, b);
-  p.c.map = make_tensor_map(call, c);
   launch_product<Shape>(call, p, tiles, rows.plan.processors);
   return true;
 }
@@ -126,10 +117,10 @@ bool run_rows(OpCall& call, const GroupedMatmul& op) {
   const hopper::DeviceTraits device = hopper::device_traits(call);
   if (!device.hopper || !all_bf16({op.a, op.w, op.c}) || !fits_int({op.groups, op.rows, op.n, op.k}))
     return false;
+  if (columns % 8 != 0 || !in_pieces(op.c.at())) return false;
   const RowsCall rows{.plan = {op.groups, op.rows, columns, device.processors},
                       .depth = depth,
                       .a = op.a.at(),
-                      .c = op.c.at(),
                       .b = matrices(op.w.at(), op.groups, op.n, op.k, kSlab)};
   ProductParameters p{};
   p.c.at = op.c.as<Bf16>();
@@ -160,18 +151,13 @@ bool launch_weights(OpCall& call, const ProductParameters& p, int processors) {
 
 template <typename Shape>
 bool try_glu(OpCall& call, const GroupedGlu& op, ProductParameters p, int processors) {
-  const TensorView a = matrix(op.a.at(), op.rows, op.k, Shape::kTileM);
+  const TensorView a = matrix(op.a.at(), op.rows, op.k, Shape::kTileM / Shape::kBlocks);
   const TensorView b = matrices(op.w.at(), op.groups, 2 * op.n, op.k, Shape::kGroupN / 2);
-  const TensorView y = rows_out(op.y.at(), op.rows, 1, op.n);
-  const TensorView gu = rows_out(op.gu.at(), op.rows, 2, op.n);
   const RowPlan plan{op.groups, op.rows, op.n, processors};
   const std::int64_t tiles = plan.tiles(Shape::kTileM, Shape::kColumns);
-  if (tiles > kMaxTiles || !takes_tensor_map(a) || !takes_tensor_map(b) || !takes_tensor_map(y)) return false;
-  if (op.gu && !takes_tensor_map(gu)) return false;
+  if (tiles > kMaxTiles || !takes_tensor_map(a) || !takes_tensor_map(b)) return false;
   p.a = make_tensor_map(call, a);
   p.b = make_tensor_map(call, b);
-  p.c.map = make_tensor_map(call, y);
-  if (op.gu) p.gu.map = make_tensor_map(call, gu);
   launch_product<Shape>(call, p, tiles, processors);
   return true;
 }
@@ -192,14 +178,12 @@ bool grouped_weights_on_hopper(OpCall& call, const GroupedWeightGradient& op) {
     return false;
   const TensorView d_c = matrix(op.d_c.at(), op.rows, op.n, kSlab);
   const TensorView a = matrix(op.a.at(), op.rows, op.k, kSlab);
-  TensorView d_w = matrices(op.d_w, op.groups, op.n, op.k, 64);
-  d_w.type = ElementType::kF32;
-  d_w.box[0] = kRowBytes / 4;
-  if (!takes_tensor_map(d_c) || !takes_tensor_map(a) || !takes_tensor_map(d_w)) return false;
+  if (!takes_tensor_map(d_c) || !takes_tensor_map(a)) return false;
+  if (!in_pieces(op.d_w)) return false;
   ProductParameters p{};
   p.a = make_tensor_map(call, d_c);
   p.b = make_tensor_map(call, a);
-  p.d_w = make_tensor_map(call, d_w);
+  p.d_w = op.d_w;
   p.offsets = op.offsets;
   p.groups = static_cast<int>(op.groups);
   p.width = static_cast<int>(op.k);
@@ -215,6 +199,7 @@ bool grouped_glu_on_hopper(OpCall& call, const GroupedGlu& op) {
   const hopper::DeviceTraits device = hopper::device_traits(call);
   if (!device.hopper || !all_bf16({op.a, op.w, op.y, op.gu})) return false;
   if (!fits_int({op.groups, op.rows, 2 * op.n, op.k})) return false;
+  if (op.n % 8 != 0 || !in_pieces(op.y.at()) || !in_pieces(op.gu.at())) return false;
   ProductParameters p{};
   p.c.at = op.y.as<Bf16>();
   p.c.width = op.n;

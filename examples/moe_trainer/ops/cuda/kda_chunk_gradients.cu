@@ -1,327 +1,337 @@
-// One block a chunk and value head: everything from what the walks left. Letters as in docs/OPERATORS.md, q
-// with the scale, D from the chunk's start, R to its end:
-//   dA = tril(do vn^T)    dvb = M^T dvn    dw = -dvn S^T    dkb = M^T dw    dL = -stril(dvb u^T + dkb w^T)
+// One block a chunk and value head: from what kda_chunk_borders left to the inputs' gradients. Letters as in
+// docs/OPERATORS.md, q with the scale, D from the chunk's start, R to its end:
 //   dq = (do S^T) D + dA's rows         dk = (vn dS'^T) R + b D dkb + dA's and dL's rows and columns
-//   db = <dvb, v> + <dkb, k D> + <dk2, k>      dv = b dvb
+//   db = <dvb, v> + <dkb, k D> + <dk2, k>
 //   dg_t = suffix sum of (q D do S^T + k D b dkb) + prefix sum of k R (vn dS'^T) + pairs across t
 //        + D_C rowsum(S dS')
-#include "examples/moe_trainer/ops/cuda/kda_chunk_gradients.cuh"
+// By rows, thread t holds rows t / 16 + 32 i, i < 2, and the eight channels from 8 (t % 16); by columns, a
+// quarter of a channel's rows.
+#include "examples/moe_trainer/ops/cuda/kda_chunk_pairs.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
 
-__device__ void request_tiles(const KdaChunked& a, std::int64_t tile, GradientShared& shared) {
-  hopper::Barrier* full = &shared.full;
-  full->init(1);
-  hopper::fence_barrier_init();
-  full->arrive_expecting(2 * kStateTile + 4 * kWideTile + kSquareTile);
-  load_bulk(shared.state, a.state + tile * kStateTile, kStateTile, full);
-  load_bulk(shared.d_state, a.d_state + tile * kStateTile, kStateTile, full);
-  load_bulk(shared.in.vn, a.vn + tile * kWideTile, kWideTile, full);
-  load_bulk(shared.in.d_vn, a.d_vn + tile * kWideTile, kWideTile, full);
-  load_bulk(shared.uw.u, a.u + tile * kWideTile, kWideTile, full);
-  load_bulk(shared.uw.w, a.w + tile * kWideTile, kWideTile, full);
-  load_bulk(shared.inverse, a.inverse + tile * kSquareTile, kSquareTile, full);
-}
+constexpr int kShareRows = 2;
+constexpr int kQuarter = kChunk / 4;
 
-// Sums over a row's columns, of the quad's four threads.
-__device__ float quad_sum(float x) {
-  x += __shfl_xor_sync(kFullWarp, x, 1);
-  return x + __shfl_xor_sync(kFullWarp, x, 2);
+__device__ std::uint32_t word(const uint4& piece, int i) {
+  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
 }
+__device__ int share_row(int i) { return (static_cast<int>(threadIdx.x) >> 4) + 32 * i; }
+// Channel and quarter of a thread by columns.
+__device__ int column_channel() { return static_cast<int>(threadIdx.x) & 127; }
+__device__ int column_quarter() { return static_cast<int>(threadIdx.x) >> 7; }
 
-// dv = b dvb to memory; returns <dvb, v> of rows g and g + 8.
-__device__ void value_gradients(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head,
-                                const GradientShared& shared, const WarpPlace& at, const RowTiles& d_vb,
-                                std::uint16_t* d_v, float (&along)[2]) {
+// A branch for eight numbers and not for each.
+__device__ void log2_decays(const GateOf& gate, float (&x)[8]) {
+  if (gate.gate == KdaGate::kSoftplus) {
 #pragma unroll
-  for (int c = 0; c < 4; c += 2) {
-    const int row = at.row_of(c);
-    if (row >= chunk.rows) continue;
-    const float beta = shared.beta[row];
-    const std::int64_t from = row_offset(chunk, a.value_heads, head, row);
+    for (float& each : x) each = GateOf{gate.rate, 0.0F, KdaGate::kSoftplus}.log2_decay(each);
+  } else {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const std::int64_t place = from + at.column_of(n, 0);
-      const std::uint32_t v = *reinterpret_cast<const std::uint32_t*>(a.v + place);
-      along[c / 2] += d_vb[n][c] * low_half(v) + d_vb[n][c + 1] * high_half(v);
-      *reinterpret_cast<std::uint32_t*>(d_v + place) = pack_bf16(beta * d_vb[n][c], beta * d_vb[n][c + 1]);
+    for (float& each : x) each = GateOf{gate.rate, gate.lower_bound, KdaGate::kLowerBound}.log2_decay(each);
+  }
+}
+__device__ float sigmoid_fast(float x) { return reciprocal_fast(1.0F + exp2_fast(-kLog2E * x)); }
+
+// q and k as given, what divides them, and log decays, base 2.
+__device__ void load_chunk(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head,
+                           PairShared& shared) {
+  uint4 q[kShareRows], k[kShareRows], z[kShareRows];
+  const auto key_head = static_cast<std::uint32_t>(head) / static_cast<std::uint32_t>(a.group);
+#pragma unroll
+  for (int i = 0; i < kShareRows; ++i) {
+    z[i] = load_piece(a.z, chunk, a.value_heads, head, share_row(i));
+    q[i] = load_piece(a.q, chunk, a.key_heads, key_head, share_row(i));
+    k[i] = load_piece(a.k, chunk, a.key_heads, key_head, share_row(i));
+  }
+  float dt[8];
+#pragma unroll
+  for (int c = 0; c < 8; ++c) dt[c] = a.dt_bias[head * kChunkedWidth + 8 * thread_piece() + c];
+  const GateOf gate = gate_of(a, head);
+#pragma unroll
+  for (int i = 0; i < kShareRows; ++i) {
+    const int row = share_row(i), place = WideTile::at(row, thread_piece());
+    float g[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) g[c] = number(z[i], c) + dt[c];
+    log2_decays(gate, g);
+    if (row >= chunk.rows) {
+#pragma unroll
+      for (float& each : g) each = 0.0F;
     }
+    store_eight(shared.G + row * kRowFloats + 8 * thread_piece(), g);
+    *reinterpret_cast<uint4*>(shared.q + place) = q[i];
+    *reinterpret_cast<uint4*>(shared.k + place) = k[i];
+    const float q_inverse = rsqrtf(row_dot(q[i], q[i]) + a.l2_eps);
+    const float k_inverse = rsqrtf(row_dot(k[i], k[i]) + a.l2_eps);
+    if (thread_piece() == 0) shared.q_inverse[row] = q_inverse, shared.k_inverse[row] = k_inverse;
   }
 }
 
-// What came over the chunk's borders, from gradients of decayed rows to those of rows; and the pair (i, i),
-// which no decay separates. shared.rows holds q and k as given. In: d_q is do S^T, d_k is vn dS'^T.
-__device__ void join_borders(GradientShared& shared, const WarpPlace& at, const RowTiles& d_kb,
-                             PairSums& sums, float (&along)[2]) {
+// G becomes its sum along the chunk. True where a block's rows decay too far for one reference.
+__device__ bool sum_decays(PairShared& shared) {
+  const int channel = column_channel(), quarter = column_quarter();
+  float* column = shared.G + quarter * kQuarter * kRowFloats + channel;
+  float sums[kQuarter], sum = 0.0F;
+#pragma unroll
+  for (int row = 0; row < kQuarter; ++row) sums[row] = sum += column[row * kRowFloats];
+  shared.totals[quarter][channel] = sum;
+  const bool wide = sums[0] - sums[7] > kWidestSpan || sums[7] - sums[kQuarter - 1] > kWidestSpan;
+  const bool any_wide = __syncthreads_or(static_cast<int>(wide)) != 0;
+  sum = 0.0F;
+  for (int other = 0; other < quarter; ++other) sum += shared.totals[other][channel];
+#pragma unroll
+  for (int row = 0; row < kQuarter; ++row) column[row * kRowFloats] = sum + sums[row];
+  __syncthreads();
+  return any_wide;
+}
+
+// What came over the chunk's borders, as accumulators lie.
+struct BorderPieces {
+  uint4 d_q[kPairPieces / 2], d_k[kPairPieces / 2], d_kb[kPairPieces / 2];
+};
+__device__ BorderPieces load_borders(const KdaBorders& from, const WarpPlace& at) {
+  BorderPieces out;
+#pragma unroll
+  for (int n = 0; n < kPairPieces / 2; ++n) {
+    const int place = lane_place(at.row, at.piece + 2 * n);
+    out.d_q[n] = *reinterpret_cast<const uint4*>(from.d_q + place);
+    out.d_k[n] = *reinterpret_cast<const uint4*>(from.d_k + place);
+    out.d_kb[n] = *reinterpret_cast<const uint4*>(from.d_kb + place);
+  }
+  return out;
+}
+
+// From gradients of decayed rows to those of rows; and the pair (i, i), which no decay separates.
+__device__ void join_borders(const BorderPieces& from, const WarpPlace& at, float scale, PairShared& shared,
+                             PairSums& sums) {
 #pragma unroll
   for (int c = 0; c < 4; c += 2) {
     const int row = at.row_of(c);
-    const float beta = shared.beta[row], q_inverse = shared.q_inverse[row], k_inverse = shared.k_inverse[row];
-    const auto diagonal =
-        *reinterpret_cast<const std::uint16_t*>(shared.d_a + SquareTile::at(row, row / 8) + 2 * (row % 8));
-    const float d_aii = __uint_as_float(std::uint32_t{diagonal} << 16);
+    const float beta = shared.beta[row], k_inverse = shared.k_inverse[row];
+    const float q_inverse = shared.q_inverse[row] * scale, d_aii = shared.diagonal[row];
+    float along = 0.0F;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const int column = at.column_of(n, c);
+    for (int n = 0; n < kPairPieces; ++n) {
+      const int column = at.column_of(n), which = n % 2 * 2 + c / 2;
       const float2 G = *reinterpret_cast<const float2*>(shared.G + row * kRowFloats + column);
       const float2 last = *reinterpret_cast<const float2*>(shared.G + (kChunk - 1) * kRowFloats + column);
-      const std::uint32_t q_pair = tile_pair(shared.rows.q, row, at.piece + n, at.quad);
-      const std::uint32_t k_pair = tile_pair(shared.rows.k, row, at.piece + n, at.quad);
-      float after[2], before[2];
+      const std::uint32_t q_pair = tile_pair(shared.q, row, at.piece + n, at.quad);
+      const std::uint32_t k_pair = tile_pair(shared.k, row, at.piece + n, at.quad);
+      const std::uint32_t d_q_pair = word(from.d_q[n / 2], which), d_k_pair = word(from.d_k[n / 2], which);
+      const std::uint32_t d_kb_pair = word(from.d_kb[n / 2], which);
+      float before[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
+        const auto half = [e](std::uint32_t pair) { return e == 0 ? low_half(pair) : high_half(pair); };
         const float g = e == 0 ? G.x : G.y, to_last = (e == 0 ? last.x : last.y) - g;
-        const float start = exp2_fast(g), end = exp2_fast(to_last);
-        const float q = q_inverse * (e == 0 ? low_half(q_pair) : high_half(q_pair));
-        const float k = k_inverse * (e == 0 ? low_half(k_pair) : high_half(k_pair));
-        const float d_q = sums.d_q[n][c + e] * start, d_k_end = sums.d_k[n][c + e] * end;
-        const float d_k_start = d_kb[n][c + e] * start;
-        along[c / 2] += d_k_start * k;
-        after[e] = q * d_q + beta * k * d_k_start;
+        const float start = exp2_fast(g), q = q_inverse * half(q_pair), k = k_inverse * half(k_pair);
+        const float d_q = half(d_q_pair) * start, d_k_start = half(d_kb_pair) * start;
+        const float d_k_end = half(d_k_pair) * exp2_fast(to_last);
+        along += d_k_start * k;
         before[e] = k * d_k_end;
+        sums.d_g[n][c + e] = q * d_q + beta * k * d_k_start;
         sums.d_q[n][c + e] = d_q + d_aii * k;
         sums.d_k[n][c + e] = d_k_end + beta * d_k_start + d_aii * q;
       }
-      *reinterpret_cast<float2*>(shared.after + row * kRowFloats + column) = make_float2(after[0], after[1]);
       *reinterpret_cast<float2*>(shared.before + row * kRowFloats + column) =
           make_float2(before[0], before[1]);
     }
+    sums.d_beta[c / 2] = beta * along;
   }
 }
 
-template <int kLevel>
-__device__ void level(GradientShared& shared, const UnitRows& x, float scale, const WarpPlace& at,
-                      PairSums& sums) {
-  __syncthreads();
-  scale_rows(x, shared.G, kLevel, scale, shared.rows.q, shared.rows.k);
-  __syncthreads();
-  add_level<kLevel>(shared, at, sums);
-}
-
-// `after` becomes dg: a thread a channel and half of the rows.
-__device__ void sum_gate_gradients(GradientShared& shared) {
-  const int channel = static_cast<int>(threadIdx.x) & 127, half = static_cast<int>(threadIdx.x) >> 7;
-  float* after = shared.after + 32 * half * kRowFloats + channel;
-  const float* before = shared.before + 32 * half * kRowFloats + channel;
-  float after_sum = 0.0F, before_sum = 0.0F;
-#pragma unroll 8
-  for (int row = 0; row < 32; ++row) {
-    after_sum += after[row * kRowFloats];
-    before_sum += before[row * kRowFloats];
-  }
-  shared.totals[half][channel] = after_sum;
-  shared.totals[2 + half][channel] = before_sum;
-  __syncthreads();
-  float sum = half == 0 ? shared.totals[1][channel] : 0.0F;
-#pragma unroll 8
-  for (int row = 31; row >= 0; --row) {
-    sum += after[row * kRowFloats];
-    after[row * kRowFloats] = sum;
-  }
-  sum = (shared.through[0][channel] + shared.through[1][channel]) *
-        exp2_fast(shared.G[(kChunk - 1) * kRowFloats + channel]);
-  if (half == 1) sum += shared.totals[2][channel];
-#pragma unroll 8
-  for (int row = 0; row < 32; ++row) {
-    after[row * kRowFloats] += sum;
-    sum += before[row * kRowFloats];
-  }
-  __syncthreads();
-}
-
-// dz to memory; dz and the terms of dA stay in `after` and `before`.
-__device__ void gate_gradients(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head,
-                               GradientShared& shared, std::uint16_t* d_z) {
-  const float rate = expf(a.a_log[head]);
-#pragma unroll 1
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i), channel = 8 * thread_piece();
-    const uint4 z = load_piece(a.z, chunk, a.value_heads, head, row);
-    float d_g[8], out[8], d_a[8];
-    load_eight(shared.after + row * kRowFloats + channel, d_g);
+__device__ void store_rows(float* rows, const WarpPlace& at, const Tiles& acc) {
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float x = number(z, c) + a.dt_bias[head * kChunkedWidth + channel + c];
-      if (a.gate == KdaGate::kSoftplus) {
-        const float g = -rate * (fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x))));
-        out[c] = -rate * d_g[c] * sigmoid(x);
-        d_a[c] = d_g[c] * g;
-      } else {
-        const float y = sigmoid(rate * x);
-        out[c] = d_g[c] * a.lower_bound * y * (1.0F - y) * rate;
-        d_a[c] = out[c] * x;
-      }
-      if (row >= chunk.rows) out[c] = 0.0F, d_a[c] = 0.0F;
-    }
-    store_eight(shared.after + row * kRowFloats + channel, out);
-    store_eight(shared.before + row * kRowFloats + channel, d_a);
-    if (row >= chunk.rows) continue;
-    *reinterpret_cast<uint4*>(d_z + row_offset(chunk, a.value_heads, head, row) + channel) = pack_piece(out);
-  }
-}
-
-// x r, r = (sum x^2 + eps)^-1/2: dx = r (dy - y <y, dy>).
-__device__ void norm_gradients(const ChunkPlace& chunk, std::int64_t heads, std::int64_t head,
-                               const RowPieces& x, const float (&inverse)[kRowsPerThread], float scale,
-                               const float* d_rows, std::uint16_t* d_x) {
+  for (int n = 0; n < kPairPieces; ++n) {
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i);
-    const uint4 piece = forgotten(x.row[i]);
-    float d_y[8], along = 0.0F;
-    load_eight(d_rows + row * kRowFloats + 8 * thread_piece(), d_y);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      d_y[c] *= scale;
-      along += d_y[c] * number(piece, c);
-    }
-    along = row_sum(along) * inverse[i] * inverse[i];
-#pragma unroll
-    for (int c = 0; c < 8; ++c) d_y[c] = inverse[i] * (d_y[c] - number(piece, c) * along);
-    if (row >= chunk.rows) continue;
-    *reinterpret_cast<uint4*>(d_x + row_offset(chunk, heads, head, row) + 8 * thread_piece()) =
-        pack_piece(d_y);
-  }
-}
-// The part of one of several value heads that share a key head, before the norm.
-__device__ void keep_parts(const float* d_rows, float scale, float* parts) {
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i);
-    float d_y[8];
-    load_eight(d_rows + row * kRowFloats + 8 * thread_piece(), d_y);
-#pragma unroll
-    for (float& each : d_y) each *= scale;
-    store_eight(parts + row * kChunkedWidth + 8 * thread_piece(), d_y);
-  }
-}
-
-__device__ void sum_columns(const GradientShared& shared, float* d_dt, float* d_a) {
-  const int channel = static_cast<int>(threadIdx.x) & 127;
-  const float* from = (threadIdx.x < kChunkedWidth ? shared.after : shared.before) + channel;
-  float sum = 0.0F;
-#pragma unroll 8
-  for (int row = 0; row < kChunk; ++row) sum += from[row * kRowFloats];
-  (threadIdx.x < kChunkedWidth ? d_dt : d_a)[channel] = sum;
-}
-
-// Up to the pairs: needs the tiles in shared memory. Leaves dA and b dL, `after` and `before`, and q's and
-// k's gradients so far.
-__device__ void from_walks(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head, const UnitRows& x,
-                           const WarpPlace& at, const KdaChunkOutputs& out, GradientShared& shared,
-                           PairSums& sums) {
-  float along[2] = {0.0F, 0.0F};
-  {
-    RowTiles d_vb = {};
-    {
-      RowTiles d_w = {};
-      state_through(shared);
-      through_states(shared, at, sums.d_q, d_w, sums.d_k);
-      float d_a[4][4] = {};
-      add_square<WideTile, ColumnTile>(shared.d_o, shared.in.vn, at, d_a);
-      store_square(shared.d_a, at, Diagonal::kWith, d_a);
-      solve_transposed<ColumnTile>(shared.inverse, shared.in.d_vn, at, d_vb);
-      __syncthreads();
-      store_tiles(shared.solved.d_w, at, d_w);
-    }
-    store_tiles(shared.d_vb, at, d_vb);
-    value_gradients(a, chunk, head, shared, at, d_vb, out.d_v, along);
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int place = WideTile::at(thread_row(i), thread_piece());
-    *reinterpret_cast<uint4*>(shared.rows.q + place) = x.q.row[i];
-    *reinterpret_cast<uint4*>(shared.rows.k + place) = x.k.row[i];
-  }
-  __syncthreads();
-  RowTiles d_kb = {};
-  solve_transposed<WideTile>(shared.inverse, shared.solved.d_w, at, d_kb);
-  store_tiles(shared.solved.d_kb, at, d_kb);
-  __syncthreads();
-  {
-    float d_l[4][4] = {};
-    add_square<WideTile, ColumnTile>(shared.d_vb, shared.uw.u, at, d_l);
-    add_square<WideTile, WideTile>(shared.solved.d_kb, shared.uw.w, at, d_l);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) d_l[n][c] *= -shared.beta[at.row_of(c)];
-    }
-    store_square(shared.d_lb, at, Diagonal::kWithout, d_l);
-  }
-  __syncthreads();
-  join_borders(shared, at, d_kb, sums, along);
-#pragma unroll
-  for (int c = 0; c < 4; c += 2) sums.d_beta[c / 2] = shared.beta[at.row_of(c)] * along[c / 2];
-}
-
-__device__ void add_pairs(const UnitRows& x, float scale, const WarpPlace& at, GradientShared& shared,
-                          PairSums& sums) {
-  level<32>(shared, x, scale, at, sums);
-  level<16>(shared, x, scale, at, sums);
-  level<8>(shared, x, scale, at, sums);
-  level<4>(shared, x, scale, at, sums);
-  level<2>(shared, x, scale, at, sums);
-  level<1>(shared, x, scale, at, sums);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      shared.after[at.row_of(c) * kRowFloats + at.column_of(n, c)] += sums.d_g[n][c];
+    for (int c = 0; c < 4; c += 2) {
+      *reinterpret_cast<float2*>(rows + at.row_of(c) * kRowFloats + at.column_of(n)) =
+          make_float2(acc[n][c], acc[n][c + 1]);
     }
   }
+}
+
+// The sums leave the registers; `after` becomes dg.
+__device__ void sum_gate_gradients(PairShared& shared, const WarpPlace& at, const PairSums& sums) {
+  store_rows(shared.after, at, sums.d_g);
+  store_rows(shared.d_q, at, sums.d_q);
 #pragma unroll
   for (int c = 0; c < 4; c += 2) {
-    const float sum = quad_sum(sums.d_beta[c / 2]);
-    if (at.quad == 0) shared.d_beta[at.piece / 8][at.row_of(c)] = sum;
+    float sum = sums.d_beta[c / 2];  // over the quad's columns
+    sum += __shfl_xor_sync(kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    if (at.quad == 0) shared.d_beta[at.piece / kPairPieces][at.row_of(c)] = sum;
   }
   __syncthreads();
-  store_rows(shared.d_q, at, sums.d_q);
+  const int channel = column_channel(), quarter = column_quarter();
+  float* after = shared.after + quarter * kQuarter * kRowFloats + channel;
+  const float* before = shared.before + quarter * kQuarter * kRowFloats + channel;
+  float up[kQuarter], down[kQuarter], up_sum = 0.0F, down_sum = 0.0F;
+#pragma unroll
+  for (int row = kQuarter - 1; row >= 0; --row) up[row] = up_sum += after[row * kRowFloats];
+#pragma unroll
+  for (int row = 0; row < kQuarter; ++row) {
+    down[row] = down_sum;
+    down_sum += before[row * kRowFloats];
+  }
+  shared.totals[quarter][channel] = up_sum;
+  shared.totals[4 + quarter][channel] = down_sum;
+  float sum = shared.through[channel] * exp2_fast(shared.G[(kChunk - 1) * kRowFloats + channel]);
+  __syncthreads();
+  for (int other = 0; other < 4; ++other) {
+    if (other > quarter) sum += shared.totals[other][channel];
+    if (other < quarter) sum += shared.totals[4 + other][channel];
+  }
+#pragma unroll
+  for (int row = 0; row < kQuarter; ++row) after[row * kRowFloats] = sum + up[row] + down[row];
   store_rows(shared.d_k, at, sums.d_k);
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kChunkThreads, 1) kda_chunk_gradients(KdaChunked a, KdaChunkOutputs out) {
+// From dg to dz, and each one's term of dA. In: x = z + dt.
+__device__ void gate_gradient(const GateOf& gate, const float (&x)[8], float (&d_g)[8], float (&d_rate)[8]) {
+  if (gate.gate == KdaGate::kSoftplus) {
+    const GateOf softplus{gate.rate, 0.0F, KdaGate::kSoftplus};
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      d_rate[c] = d_g[c] * softplus.log2_decay(x[c]) * (1.0F / kLog2E);
+      d_g[c] *= -gate.rate * sigmoid_fast(x[c]);
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const float y = sigmoid_fast(gate.rate * x[c]);
+      d_g[c] *= gate.lower_bound * gate.rate * y * (1.0F - y);
+      d_rate[c] = d_g[c] * x[c];
+    }
+  }
+}
+// dz to memory; `after` and `before` keep, of each pair of rows, the sums of dz and of the terms of dA.
+__device__ void gate_gradients(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head,
+                               const uint4 (&z)[kShareRows], PairShared& shared, std::uint16_t* d_z) {
+  const GateOf gate = gate_of(a, head);
+  const int channel = 8 * thread_piece();
+  float dt[8], d_dt[8] = {}, d_a[8] = {};
+#pragma unroll
+  for (int c = 0; c < 8; ++c) dt[c] = a.dt_bias[head * kChunkedWidth + channel + c];
+#pragma unroll
+  for (int i = 0; i < kShareRows; ++i) {
+    const int row = share_row(i);
+    if (row >= chunk.rows) continue;
+    float x[8], d_x[8], d_rate[8];
+    load_eight(shared.after + row * kRowFloats + channel, d_x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] = number(z[i], c) + dt[c];
+    gate_gradient(gate, x, d_x, d_rate);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) d_dt[c] += d_x[c], d_a[c] += d_rate[c];
+    *reinterpret_cast<uint4*>(d_z + row_offset(chunk, a.value_heads, head, row) + channel) = pack_piece(d_x);
+  }
+  store_eight(shared.after + share_row(0) * kRowFloats + channel, d_dt);
+  store_eight(shared.before + share_row(0) * kRowFloats + channel, d_a);
+}
+__device__ void sum_columns(const PairShared& shared, float* d_dt, float* d_a) {
+  if (threadIdx.x >= 2 * kChunkedWidth) return;
+  const int channel = column_channel();
+  const float* from = (threadIdx.x < kChunkedWidth ? shared.after : shared.before) + channel;
+  float sum = 0.0F;
+#pragma unroll 8
+  for (int row = 0; row < kChunk / 2; ++row) sum += from[row * kRowFloats];
+  (threadIdx.x < kChunkedWidth ? d_dt : d_a)[channel] = sum;
+}
+
+// y = x r, r = (sum x^2 + eps)^-1/2: dx = r (dy - y <y, dy>). A row's sixteen threads; d_y becomes d_x.
+__device__ void norm_gradient(const uint4& x, float inverse, float (&d_y)[8]) {
+  float along = 0.0F;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) along += d_y[c] * number(x, c);
+  along = row_sum(along) * inverse * inverse;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) d_y[c] = inverse * (d_y[c] - number(x, c) * along);
+}
+// dq or dk of a chunk's row, times `scale`: to memory through the norm; or, of one of several value heads
+// that share a key head, to its parts.
+struct RowsGradient {
+  const unsigned char* x;
+  const float *inverse, *d_rows;
+  float scale;
+  std::uint16_t* to;
+  float* parts;
+};
+__device__ void finish_rows(const KdaChunked& a, const ChunkPlace& chunk, std::int64_t head,
+                            const RowsGradient& of) {
+#pragma unroll
+  for (int i = 0; i < kShareRows; ++i) {
+    const int row = share_row(i);
+    float d_y[8];
+    load_eight(of.d_rows + row * kRowFloats + 8 * thread_piece(), d_y);
+#pragma unroll
+    for (float& each : d_y) each *= of.scale;
+    if (a.group > 1) {
+      store_eight(of.parts + row * kChunkedWidth + 8 * thread_piece(), d_y);
+      continue;
+    }
+    norm_gradient(*reinterpret_cast<const uint4*>(of.x + WideTile::at(row, thread_piece())), of.inverse[row],
+                  d_y);
+    if (row >= chunk.rows) continue;
+    *reinterpret_cast<uint4*>(of.to + row_offset(chunk, a.key_heads, head, row) + 8 * thread_piece()) =
+        pack_piece(d_y);
+  }
+}
+
+__global__ void __launch_bounds__(kPairThreads, 1) kda_chunk_gradients(KdaChunked a, KdaChunkOutputs out) {
   extern __shared__ __align__(1024) unsigned char kda_shared[];
-  auto& shared = *reinterpret_cast<GradientShared*>(kda_shared);
+  auto& shared = *reinterpret_cast<PairShared*>(kda_shared);
   const int t = static_cast<int>(threadIdx.x);
   const ChunkPlace chunk = chunk_place(a, a.first + blockIdx.y);
   if (chunk.rows == 0) return;
   const std::int64_t head = blockIdx.x, tile = std::int64_t{blockIdx.y} * a.value_heads + head;
-  if (t == 0) request_tiles(a, tile, shared);
-  const UnitRows x = load_units(a, chunk, head / a.group);
+  const KdaBorders from = borders_of(a, tile);
+  if (t == 0) {
+    shared.full.init(1);
+    hopper::fence_barrier_init();
+    shared.full.arrive_expecting(2 * kSquareTile);
+    load_bulk(shared.d_a, from.d_a, 2 * kSquareTile, &shared.full);
+  }
+  load_chunk(a, chunk, head, shared);
+  const WarpPlace at = warp_place(kPairPieces);
+  const BorderPieces pieces = load_borders(from, at);
+  if (t < kChunk) {
+    shared.beta[t] = beta_of(a, chunk, head, t);
+    shared.along_v[t] = from.along_v[t];
+    shared.diagonal[t] = from.diagonal[t];
+  }
+  if (t < kChunkedWidth) {
+    float sum = 0.0F;
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i);
-    *reinterpret_cast<uint4*>(shared.d_o + WideTile::at(row, thread_piece())) =
-        load_piece(out.d_o, chunk, a.value_heads, head, row);
-    if (thread_piece() == 0) {
-      shared.q_inverse[row] = x.q_inverse[i] * a.scale;
-      shared.k_inverse[row] = x.k_inverse[i];
-    }
+    for (int quarter = 0; quarter < 4; ++quarter) sum += from.through[quarter * kChunkedWidth + t];
+    shared.through[t] = sum;
   }
-  if (t < kChunk) shared.beta[t] = beta_of(a, chunk, head, t);
-  sum_decays(a, chunk, head, shared.G);
+  __syncthreads();
+  const bool wide = sum_decays(shared);
+  PairSums sums;
+  join_borders(pieces, at, a.scale, shared, sums);
   shared.full.wait(0);
+  add_pairs(shared, at, a.scale, wide, sums);
 
-  const WarpPlace at = warp_place();
-  PairSums sums = {};
-  from_walks(a, chunk, head, x, at, out, shared, sums);
-  add_pairs(x, a.scale, at, shared, sums);
-  sum_gate_gradients(shared);
-  gate_gradients(a, chunk, head, shared, out.d_z);
-  if (a.group == 1) {
-    norm_gradients(chunk, a.key_heads, head, x.q, x.q_inverse, a.scale, shared.d_q, out.d_q);
-    norm_gradients(chunk, a.key_heads, head, x.k, x.k_inverse, 1.0F, shared.d_k, out.d_k);
-  } else {
-    keep_parts(shared.d_q, a.scale, out.d_q_parts + tile * kChunk * kChunkedWidth);
-    keep_parts(shared.d_k, 1.0F, out.d_k_parts + tile * kChunk * kChunkedWidth);
-  }
+  uint4 z[kShareRows];
+#pragma unroll
+  for (int i = 0; i < kShareRows; ++i) z[i] = load_piece(a.z, chunk, a.value_heads, head, share_row(i));
+  sum_gate_gradients(shared, at, sums);
+  gate_gradients(a, chunk, head, z, shared, out.d_z);
+  const std::int64_t parts = tile * kChunk * kChunkedWidth;
+  finish_rows(a, chunk, head,
+              {shared.q, shared.q_inverse, shared.d_q, a.scale, out.d_q, out.d_q_parts + parts});
+  finish_rows(a, chunk, head, {shared.k, shared.k_inverse, shared.d_k, 1.0F, out.d_k, out.d_k_parts + parts});
   if (t < chunk.rows) {
-    const float d_beta = (shared.d_beta[0][t] + shared.d_beta[1][t]) * (1.0F - shared.beta[t]);
+    const float beta = shared.beta[t];
+    float d_beta = beta * shared.along_v[t];
+#pragma unroll
+    for (const auto& quarter : shared.d_beta) d_beta += quarter[t];
     out.d_beta[(chunk.first_token + t) * a.value_heads + head] =
-        static_cast<std::uint16_t>(pack_bf16(d_beta, 0.0F) & 0xffffU);
+        static_cast<std::uint16_t>(pack_bf16(d_beta * (1.0F - beta), 0.0F) & 0xffffU);
   }
   __syncthreads();
   sum_columns(shared, out.d_dt_parts + tile * kChunkedWidth, out.d_a_parts + tile * kChunkedWidth);
@@ -329,30 +339,28 @@ __global__ void __launch_bounds__(kChunkThreads, 1) kda_chunk_gradients(KdaChunk
 
 // dq and dk of a key head: the sum over its value heads, through the norm.
 __global__ void __launch_bounds__(kChunkThreads) kda_group_gradients(KdaChunked a, KdaChunkOutputs out) {
-  extern __shared__ __align__(1024) unsigned char kda_shared[];
-  auto* rows = reinterpret_cast<float*>(kda_shared);  // a thread reads what it wrote
   const ChunkPlace chunk = chunk_place(a, a.first + blockIdx.y);
   if (chunk.rows == 0) return;
   const std::int64_t key_head = blockIdx.x;
   const std::int64_t tile = std::int64_t{blockIdx.y} * a.value_heads + key_head * a.group;
-  const UnitRows x = load_units(a, chunk, key_head);
   for (int which = 0; which < 2; ++which) {
     const float* parts = (which == 0 ? out.d_q_parts : out.d_k_parts) + tile * kChunk * kChunkedWidth;
-#pragma unroll
+    std::uint16_t* to = which == 0 ? out.d_q : out.d_k;
+#pragma unroll 1
     for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread_row(i);
+      const uint4 x = load_piece(which == 0 ? a.q : a.k, chunk, a.key_heads, key_head, row);
       float sum[8] = {};
       for (std::int64_t member = 0; member < a.group; ++member) {
         float part[8];
-        load_eight(parts + (member * kChunk + thread_row(i)) * kChunkedWidth + 8 * thread_piece(), part);
+        load_eight(parts + (member * kChunk + row) * kChunkedWidth + 8 * thread_piece(), part);
 #pragma unroll
         for (int c = 0; c < 8; ++c) sum[c] += part[c];
       }
-      store_eight(rows + thread_row(i) * kRowFloats + 8 * thread_piece(), sum);
-    }
-    if (which == 0) {
-      norm_gradients(chunk, a.key_heads, key_head, x.q, x.q_inverse, 1.0F, rows, out.d_q);
-    } else {
-      norm_gradients(chunk, a.key_heads, key_head, x.k, x.k_inverse, 1.0F, rows, out.d_k);
+      norm_gradient(x, rsqrtf(row_dot(x, x) + a.l2_eps), sum);
+      if (row >= chunk.rows) continue;
+      *reinterpret_cast<uint4*>(to + row_offset(chunk, a.key_heads, key_head, row) + 8 * thread_piece()) =
+          pack_piece(sum);
     }
   }
 }
@@ -360,15 +368,16 @@ __global__ void __launch_bounds__(kChunkThreads) kda_group_gradients(KdaChunked 
 }  // namespace
 
 void chunk_gradients(OpCall& call, const KdaChunked& chunked, const KdaChunkOutputs& out) {
-  Grid grid{.x = chunked.value_heads,
-            .y = chunked.count,
-            .threads = kChunkThreads,
-            .shared_bytes = sizeof(GradientShared)};
-  call.launch(kda_chunk_gradients, grid, chunked, out);
+  chunk_borders(call, chunked, out);
+  call.launch(kda_chunk_gradients,
+              Grid{.x = chunked.value_heads,
+                   .y = chunked.count,
+                   .threads = kPairThreads,
+                   .shared_bytes = sizeof(PairShared)},
+              chunked, out);
   if (chunked.group == 1) return;
-  grid.x = chunked.key_heads;
-  grid.shared_bytes = kFloatRows;
-  call.launch(kda_group_gradients, grid, chunked, out);
+  call.launch(kda_group_gradients, Grid{.x = chunked.key_heads, .y = chunked.count, .threads = kChunkThreads},
+              chunked, out);
 }
 
 }  // namespace terrace::trainer::cuda

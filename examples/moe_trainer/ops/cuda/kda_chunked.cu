@@ -44,7 +44,7 @@ bool is_hopper(OpCall& call) {
 }
 
 // Pieces of 16 bytes.
-bool is_aligned(In array) { return reinterpret_cast<std::uintptr_t>(array.at()) % 16 == 0; }
+bool is_aligned(const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; }
 
 // Entries of the list of chunks, at most.
 std::int64_t list_size(const KdaShape& shape) {
@@ -56,10 +56,10 @@ template <typename Op>
 bool takes(OpCall& call, Op op) {
   const KdaShape& s = op.shape;
   bool all = s.key_width == kChunkedWidth && s.value_width == kChunkedWidth && s.batch > 0 && s.length > 0 &&
-             s.batch <= kMaxTurn && s.value_heads <= kMaxTurn && list_size(s) < (1LL << 31) &&
-             (s.gate == KdaGate::kSoftplus || s.lower_bound <= 0.0F);
+             is_aligned(op.in.dt_bias) && s.batch <= kMaxTurn && s.value_heads <= kMaxTurn &&
+             list_size(s) < (1LL << 31) && (s.gate == KdaGate::kSoftplus || s.lower_bound <= 0.0F);
   visit_arrays(op, [&](const auto& array, std::int64_t) {
-    all = all && array.dtype() == Dtype::kBf16 && is_aligned(array);
+    all = all && array.dtype() == Dtype::kBf16 && is_aligned(array.at());
   });
   return all && is_hopper(call);
 }
@@ -72,21 +72,20 @@ class Pass {
       : list_(list_size(shape)), step_(shape.packing ? 1 : shape.batch), heads_(shape.value_heads) {
     const bool grouped = shape.value_heads != shape.key_heads;
     const std::int64_t tile_bytes =
-        kind == Kind::kForward ? 4 * kWideTile + kSquareTile : 6 * kWideTile + 2 * (kSquareTile + kStateTile);
+        3 * kWideTile + 2 * kSquareTile + (kind == Kind::kBackward ? 2 * (kWideTile + kStateTile) : 0);
     const std::int64_t part_bytes = kind == Kind::kBackward && grouped ? 4 * kWideTile : 0;
     const std::int64_t fit = kScratchBytes / (heads_ * (tile_bytes + part_bytes));
     turn_ = std::max(std::min({fit, kMaxTurn, list_}) / step_, std::int64_t{1}) * step_;
     fill(call, shape, in);
     const std::int64_t tiles = turn_ * heads_;
     const auto take = [&](std::int64_t bytes) { return call.scratch<unsigned char>(tiles * bytes); };
-    for (unsigned char** wide : {&chunked_.w, &chunked_.u, &chunked_.to_end, &chunked_.from_start}) {
+    for (unsigned char** wide : {&chunked_.key_start, &chunked_.to_end, &chunked_.from_start}) {
       *wide = take(kWideTile);
     }
-    chunked_.a = take(kSquareTile);
-    chunked_.decay = call.scratch<float>(tiles * kChunkedWidth);
+    for (unsigned char** square : {&chunked_.a, &chunked_.solve}) *square = take(kSquareTile);
+    chunked_.decay = call.scratch<float>(tiles * kDecayFloats);
     if (kind == Kind::kForward) return;
-    chunked_.inverse = take(kSquareTile);
-    for (unsigned char** wide : {&chunked_.vn, &chunked_.d_vn}) *wide = take(kWideTile);
+    for (unsigned char** wide : {&chunked_.vn, &chunked_.d_vb}) *wide = take(kWideTile);
     for (unsigned char** state : {&chunked_.state, &chunked_.d_state}) *state = take(kStateTile);
   }
 

@@ -31,7 +31,9 @@ __device__ inline SequencePlace sequence_place(const KdaChunked& a, std::int64_t
   return {begin, length, a.sequence_chunk[sequence], 1, (length + kChunk - 1) / kChunk};
 }
 __device__ inline ChunkPlace chunk_place(const KdaChunked& a, std::int64_t entry) {
-  std::int64_t sequence = entry % a.batch;
+  // Entries and batch rows are fewer than 2^31 (runs_chunked), and a division of 64 bits is slow.
+  const auto entry32 = static_cast<std::uint32_t>(entry);
+  std::int64_t sequence = entry32 % static_cast<std::uint32_t>(a.batch);
   if (a.starts != nullptr) {
     if (entry >= a.sequence_chunk[a.sequences]) return {0, 0, 0, 0, 0};
     std::int64_t low = 0, high = a.sequences;  // first chunk of low <= entry < first chunk of high
@@ -46,7 +48,8 @@ __device__ inline ChunkPlace chunk_place(const KdaChunked& a, std::int64_t entry
     sequence = low;
   }
   const SequencePlace at = sequence_place(a, sequence);
-  const std::int64_t index = (entry - at.first_entry) / at.step;
+  const std::int64_t index =
+      static_cast<std::uint32_t>(entry - at.first_entry) / static_cast<std::uint32_t>(at.step);
   const std::int64_t left = at.length - index * kChunk;
   return {at.first_token + index * kChunk, static_cast<int>(left < kChunk ? left : kChunk), sequence, index,
           at.chunks};
@@ -62,6 +65,9 @@ __device__ inline float number(const uint4& piece, int i) {
 __device__ inline uint4 pack_piece(const float (&x)[8]) {
   return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
                     pack_bf16(x[6], x[7]));
+}
+__device__ inline uint4 as_piece(const std::uint32_t (&pairs)[4]) {
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 __device__ inline int thread_row(int i) { return (static_cast<int>(threadIdx.x) >> 4) + 16 * i; }
 __device__ inline int thread_piece() { return static_cast<int>(threadIdx.x) & 15; }
@@ -117,46 +123,17 @@ struct GateOf {
   KdaGate gate;
   // The log decay, base 2, of x = z + dt.
   __device__ float log2_decay(float x) const {
-    if (gate == KdaGate::kSoftplus) return -kLog2E * rate * (fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x))));
-    return kLog2E * lower_bound * sigmoid(rate * x);
+    if (gate == KdaGate::kLowerBound) {
+      return kLog2E * lower_bound * reciprocal_fast(1.0F + exp2_fast(-kLog2E * rate * x));
+    }
+    // log2(1 + e): where e is small, 1 + e has lost it.
+    const float e = exp2_fast(-kLog2E * fabsf(x));
+    const float small = kLog2E * e * (1.0F - e * (0.5F - e * (1.0F / 3.0F)));
+    return -rate * (kLog2E * fmaxf(x, 0.0F) + (e < 0.01F ? small : log2_fast(1.0F + e)));
   }
 };
 __device__ inline GateOf gate_of(const KdaChunked& a, std::int64_t head) {
   return {expf(a.a_log[head]), a.lower_bound, a.gate};
-}
-
-// G (64 rows, kRowFloats apart): the sum of log decays, base 2, from the chunk's first row through each row.
-// Ends with a barrier.
-__device__ inline void sum_decays(const KdaChunked& a, const ChunkPlace& at, std::int64_t head, float* G) {
-  const GateOf gate = gate_of(a, head);
-  float dt[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) dt[c] = a.dt_bias[head * kChunkedWidth + 8 * thread_piece() + c];
-#pragma unroll 1
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i);
-    const uint4 z = load_piece(a.z, at, a.value_heads, head, row);
-    float g[8];
-#pragma unroll
-    for (int c = 0; c < 8; ++c) g[c] = row < at.rows ? gate.log2_decay(number(z, c) + dt[c]) : 0.0F;
-    store_eight(G + row * kRowFloats + 8 * thread_piece(), g);
-  }
-  __syncthreads();
-  const int channel = static_cast<int>(threadIdx.x) & 127, half = static_cast<int>(threadIdx.x) >> 7;
-  float* column = G + half * 32 * kRowFloats + channel;
-  float sum = 0.0F;
-#pragma unroll
-  for (int row = 0; row < 32; ++row) {
-    sum += column[row * kRowFloats];
-    column[row * kRowFloats] = sum;
-  }
-  __syncthreads();
-  if (half == 1) {
-    const float before = G[31 * kRowFloats + channel];
-#pragma unroll
-    for (int row = 0; row < 32; ++row) column[row * kRowFloats] += before;
-  }
-  __syncthreads();
 }
 
 // Pairs (i, j), i > j, of a chunk's rows are split by the highest bit in which i and j differ: at level s
@@ -168,45 +145,10 @@ __device__ inline bool in_level(int i, int j, int s) {
   return (i & s) != 0 && (j & s) == 0 && ((i ^ j) & ~(2 * s - 1)) == 0;
 }
 
-struct UnitRows {
-  RowPieces q, k;
-  float q_inverse[kRowsPerThread], k_inverse[kRowsPerThread];  // q's without the scale
-};
-__device__ inline UnitRows load_units(const KdaChunked& a, const ChunkPlace& at, std::int64_t key_head) {
-  UnitRows out{load_rows(a.q, at, a.key_heads, key_head), load_rows(a.k, at, a.key_heads, key_head), {}, {}};
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    out.q_inverse[i] = rsqrtf(row_dot(out.q.row[i], out.q.row[i]) + a.l2_eps);
-    out.k_inverse[i] = rsqrtf(row_dot(out.k.row[i], out.k.row[i]) + a.l2_eps);
-  }
-  return out;
-}
-
-// The level's operands: q (zero in lower halves) and k times their factors, WideTiles. No barrier.
-__device__ inline void scale_rows(const UnitRows& x, const float* G, int s, float scale,
-                                  unsigned char* q_tile, unsigned char* k_tile) {
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = thread_row(i);
-    const float q_factor = (row & s) != 0 ? x.q_inverse[i] * scale : 0.0F;
-    const uint4 q_row = forgotten(x.q.row[i]), k_row = forgotten(x.k.row[i]);
-    float q[8], k[8], from[8], reference[8];
-    load_eight(G + row * kRowFloats + 8 * thread_piece(), from);
-    load_eight(G + level_reference(row, s) * kRowFloats + 8 * thread_piece(), reference);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float factor = exp2_fast((row & s) != 0 ? from[c] - reference[c] : reference[c] - from[c]);
-      q[c] = number(q_row, c) * (q_factor * factor);
-      k[c] = number(k_row, c) * (x.k_inverse[i] * factor);
-    }
-    *reinterpret_cast<uint4*>(q_tile + WideTile::at(row, thread_piece())) = pack_piece(q);
-    *reinterpret_cast<uint4*>(k_tile + WideTile::at(row, thread_piece())) = pack_piece(k);
-  }
-}
-
 __device__ inline float beta_of(const KdaChunked& a, const ChunkPlace& at, std::int64_t head, int row) {
   if (row >= at.rows) return 0.0F;
-  return sigmoid(__uint_as_float(std::uint32_t{a.beta[(at.first_token + row) * a.value_heads + head]} << 16));
+  const std::uint32_t bits = a.beta[(at.first_token + row) * a.value_heads + head];
+  return reciprocal_fast(1.0F + exp2_fast(-kLog2E * __uint_as_float(bits << 16)));
 }
 
 // A finished tile from shared memory to scratch, or back.

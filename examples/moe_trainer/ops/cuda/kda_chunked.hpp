@@ -21,6 +21,7 @@ namespace terrace::trainer::cuda {
 inline constexpr int kChunk = 64;          // rows
 inline constexpr int kChunkedWidth = 128;  // of keys and of values
 inline constexpr int kChunkThreads = 256;  // of a block that works on one chunk
+inline constexpr int kDecayFloats = kChunkedWidth + kChunk;
 
 inline constexpr std::int64_t kWideTile = 64 * 256;    // bytes: (64, 128) bf16
 inline constexpr std::int64_t kSquareTile = 64 * 128;  // (64, 64)
@@ -36,10 +37,13 @@ struct KdaChunked {
   const std::uint16_t *q, *k, *v, *z, *beta;
   const float *a_log, *dt_bias;
   std::int64_t first, count;  // this turn's range of the list
-  // Tiles of (chunk of the turn, value head).
-  unsigned char *w, *u, *to_end, *from_start, *a, *inverse;
-  float* decay;  // (chunk, head, 128): of the whole chunk
-  unsigned char *vn, *d_vn, *state, *d_state;
+  // Tiles of (chunk of the turn, value head). For the walks, in fp16: k D, k R and q D, WideTiles; A without
+  // the scale and M = (I + L)^-1, SquareTiles, valid on and below the diagonal's 16-row blocks.
+  unsigned char *key_start, *to_end, *from_start, *a, *solve;
+  float* decay;  // (chunk, head, 192): e^G of the whole chunk, then b of each row
+  // From the walks to the gradients, in bf16: vn and dvb = M^T dvn, ColumnTiles; S and dS'. They are enough:
+  // dkb = M^T dw = -dvb S^T, and dL = -(dvb u^T + dkb w^T) = -dvb vn^T below the diagonal.
+  unsigned char *vn, *d_vb, *state, *d_state;
 };
 
 struct KdaWalk {

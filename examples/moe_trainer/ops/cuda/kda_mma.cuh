@@ -1,9 +1,11 @@
-// The warp instructions of the chunked KDA kernels, and how their tiles lie in memory. bf16 pairs travel as
-// one 32-bit word, the lower index in the lower half. A warp's lane l has group g = l / 4 and quad q = l % 4;
-// an accumulator of m16n8 holds rows g, g, g + 8, g + 8 and columns 2q, 2q + 1, 2q, 2q + 1.
+// The warp instructions of the chunked KDA kernels, and how their tiles lie in memory. Pairs of 16-bit
+// numbers, bf16 or fp16, travel as one 32-bit word, the lower index in the lower half. A warp's lane l has
+// group g = l / 4 and quad q = l % 4; an accumulator of m16n8 holds rows g, g, g + 8, g + 8 and columns 2q,
+// 2q + 1, 2q, 2q + 1.
 //
-// Tiles have 64 or 128 rows of bf16 in pieces of 16 bytes, permuted so that the eight rows an ldmatrix reads
-// fall into different banks. A tile lies in scratch as it lies in shared memory: one bulk copy brings it.
+// Tiles have 64 or 128 rows of 16-bit numbers in pieces of 16 bytes, permuted so that the eight rows an
+// ldmatrix reads fall into different banks. A tile lies in scratch as it lies in shared memory: one bulk copy
+// brings it.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +18,14 @@ __device__ inline void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std:
                                 std::uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void mma_half(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                std::uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -43,9 +53,36 @@ __device__ inline std::uint32_t pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// Two fp16 numbers, the lower index in the lower half.
+__device__ inline std::uint32_t pack_half(float low, float high) {
+  std::uint32_t pair = 0;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline std::uint32_t multiply_halves(std::uint32_t x, std::uint32_t y) {
+  std::uint32_t pair = 0;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  return pair;
+}
+// The larger of each of two unsigned 16-bit numbers.
+__device__ inline std::uint32_t max_of_each(std::uint32_t x, std::uint32_t y) {
+  std::uint32_t pair = 0;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  return pair;
+}
 __device__ inline float exp2_fast(float x) {
   float y = 0;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float log2_fast(float x) {
+  float y = 0;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float reciprocal_fast(float x) {
+  float y = 0;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // Global to shared memory, 16-byte aligned, a multiple of 16 bytes; counts on `full`.
@@ -56,12 +93,6 @@ __device__ inline void load_bulk(void* shared, const void* global, std::uint32_t
           hopper::shared_address(shared)),
       "l"(global), "r"(bytes), "r"(hopper::shared_address(&full->state))
       : "memory");
-}
-// The same numbers, but to the compiler new ones: it would otherwise keep what it derived from them in
-// registers from one use to the next.
-__device__ inline uint4 forgotten(uint4 piece) {
-  asm volatile("" : "+r"(piece.x), "+r"(piece.y), "+r"(piece.z), "+r"(piece.w));
-  return piece;
 }
 __device__ inline float low_half(std::uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(std::uint32_t pair) { return __uint_as_float(pair & 0xffff0000U); }
@@ -102,6 +133,15 @@ template <typename Tile>
 __device__ void load_b_transposed(std::uint32_t (&to)[4], const unsigned char* tile, int row, int piece) {
   const int lane = static_cast<int>(threadIdx.x) & 31, matrix = lane >> 3, r = lane & 7;
   load_matrices_transposed(to, tile + Tile::at(row + (matrix & 1) * 8 + r, piece + (matrix >> 1)));
+}
+
+// Two accumulator tiles side by side as operand A in fp16.
+__device__ inline void as_half_operand(const float (&left)[4], const float (&right)[4],
+                                       std::uint32_t (&a)[4]) {
+  a[0] = pack_half(left[0], left[1]);
+  a[1] = pack_half(left[2], left[3]);
+  a[2] = pack_half(right[0], right[1]);
+  a[3] = pack_half(right[2], right[3]);
 }
 
 }  // namespace terrace::trainer::cuda

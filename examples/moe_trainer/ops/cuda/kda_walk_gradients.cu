@@ -1,5 +1,5 @@
 // Against the sequence, last chunk first, dS in registers; dS' is the gradient of the state after the chunk:
-//   dvn = A^T do + to_end dS'      dS = D dS' + from_start^T do - w^T dvn
+//   dvn = s A^T do + (k R) dS'      dvb = M^T dvn      dS = D dS' + s (q D)^T do - (k D)^T b dvb
 #include "examples/moe_trainer/ops/cuda/kda_walk.cuh"
 
 namespace terrace::trainer::cuda {
@@ -9,11 +9,10 @@ using hopper::Barrier;
 
 template <int kWarps>
 struct Stage {
-  // do comes row by row; a row longer by one piece keeps eight rows in different banks.
-  static constexpr int kRowBytes = kWarps * 32 + 16;
-  unsigned char w[kWideTile], to_end[kWideTile], from_start[kWideTile], a[kSquareTile];
-  unsigned char d_o[kChunk * kRowBytes];
-  float decay[kChunkedWidth];
+  unsigned char key_start[kWideTile], to_end[kWideTile], from_start[kWideTile];
+  unsigned char a[kSquareTile], solve[kSquareTile];
+  ValueRows<kWarps> d_o;
+  float decay[kDecayFloats];
 };
 template <int kWarps>
 struct Shared {
@@ -22,85 +21,75 @@ struct Shared {
   Barrier full[kStages];
 };
 
-// By the first warp. Rows of do past the sequence are zeroed by hand.
+// By the first warp.
 template <int kWarps>
 __device__ void request(const KdaChunked& a, const KdaWalk& walk, const SequencePlace& at, std::int64_t index,
                         const StateColumn& mine, Stage<kWarps>& stage, Barrier* full) {
-  constexpr std::uint32_t kRow = kWarps * 32, kDecay = kChunkedWidth * sizeof(float);
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const std::int64_t left = at.length - index * kChunk;
-  const int rows = static_cast<int>(left < kChunk ? left : kChunk);
+  constexpr std::uint32_t kDecay = kDecayFloats * sizeof(float);
   const std::int64_t tile = tile_index(a, at, index, mine.head);
   hopper::fence_shared_for_async();
-  if (lane == 0) {
-    full->arrive_expecting(3 * kWideTile + kSquareTile + kDecay + static_cast<std::uint32_t>(rows) * kRow);
-    load_bulk(stage.w, a.w + tile * kWideTile, kWideTile, full);
+  if ((threadIdx.x & 31) == 0) {
+    full->arrive_expecting(3 * kWideTile + 2 * kSquareTile + kDecay +
+                           static_cast<std::uint32_t>(rows_there(at, index)) * kWarps * 32);
+    load_bulk(stage.key_start, a.key_start + tile * kWideTile, kWideTile, full);
     load_bulk(stage.to_end, a.to_end + tile * kWideTile, kWideTile, full);
     load_bulk(stage.from_start, a.from_start + tile * kWideTile, kWideTile, full);
     load_bulk(stage.a, a.a + tile * kSquareTile, kSquareTile, full);
-    load_bulk(stage.decay, a.decay + tile * kChunkedWidth, kDecay, full);
+    load_bulk(stage.solve, a.solve + tile * kSquareTile, kSquareTile, full);
+    load_bulk(stage.decay, a.decay + tile * kDecayFloats, kDecay, full);
   }
   __syncwarp();
-  for (int row = lane; row < kChunk; row += kWarp) {
-    unsigned char* to = stage.d_o + row * Stage<kWarps>::kRowBytes;
-    if (row < rows) {
-      const std::int64_t token = at.first_token + index * kChunk + row;
-      load_bulk(to, walk.d_o + (token * a.value_heads + mine.head) * kChunkedWidth + mine.first, kRow, full);
-    } else {
-      for (std::uint32_t i = 0; i < kRow; i += 16) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
-    }
-  }
+  request_rows<kWarps>(a, walk.d_o, at, index, mine, stage.d_o, full);
 }
 
-// do^T (16 values, 64 rows) as operand A.
-template <int kWarps>
-__device__ void load_columns(const Stage<kWarps>& stage, std::uint32_t (&columns)[4][4]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, matrix = lane >> 3, r = lane & 7;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+// do^T, times the scale and lifted, as operand A in fp16.
+__device__ void lift_outputs(float scale, const Lift& lift, std::uint32_t (&columns)[4][4]) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const int row = 16 * step + (matrix >> 1) * 8 + r;
-    load_matrices_transposed(columns[step],
-                             stage.d_o + row * Stage<kWarps>::kRowBytes + warp * 32 + (matrix & 1) * 16);
-  }
-}
-
-// acc += do^T A: row i takes rows j >= i.
-__device__ void add_inside(const std::uint32_t (&d_o)[4][4], const unsigned char* pairs, float (&acc)[8][4]) {
+  for (auto& step : columns) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int n = 0; n <= 2 * step; n += 2) {
-      std::uint32_t b[4];
-      load_b_transposed<SquareTile>(b, pairs, 16 * step, n);
-      mma_bf16(acc[n], d_o[step], b[0], b[1]);
-      mma_bf16(acc[n + 1], d_o[step], b[2], b[3]);
+    for (int i = 0; i < 4; ++i) {
+      const float factor = scale * lift.up[i % 2];
+      step[i] = pack_half(factor * low_half(step[i]), factor * high_half(step[i]));
     }
   }
 }
 
 template <int kWarps>
 __device__ void walk_chunk(const KdaChunked& a, std::int64_t tile, const StateColumn& mine,
-                           const Stage<kWarps>& stage, unsigned char* staged, StateTiles& d_state) {
-  write_state_tile(d_state, mine.first, a.d_state + tile * kStateTile);
+                           const Stage<kWarps>& stage, unsigned char* staged, StateTiles& d_state,
+                           Lift& lift) {
   std::uint32_t d_o[4][4], d_vn[4][4];
-  load_columns<kWarps>(stage, d_o);
-  {
-    float acc[8][4] = {};
-    state_times_rows(d_state, stage.to_end, acc);
-    add_inside(d_o, stage.a, acc);
-    pack_columns(acc, d_vn);
+  stage.d_o.load_columns(d_o);
+  float inputs[2];
+  largest_inputs(d_o, inputs);
+  lift_columns(inputs, fabsf(a.scale), d_state, lift);
+  lift_outputs(a.scale, lift, d_o);
+  float acc[8][4] = {};
+#pragma unroll
+  for (int step = 0; step < 8; ++step) {
+    std::uint32_t keys[4];
+    as_half_operand(d_state[2 * step], d_state[2 * step + 1], keys);
+    add_step(keys, stage.to_end, step, acc);
   }
-  stage_columns(d_vn, staged);
-  copy_column(staged, a.d_vn + tile * kWideTile + mine.first / 16 * 2048);
+  write_state_tile(d_state, lift.down, mine.first, a.d_state + tile * kStateTile);
+  add_later(d_o, stage.a, acc);
+  pack_columns(acc, d_vn);
+  float d_vb[8][4] = {};
+  add_later(d_vn, stage.solve, d_vb);
   decay_keys(stage.decay, d_state);
   add_outer(d_o, stage.from_start, d_state);
+  std::uint32_t results[4][4];
+  pack_results(d_vb, lift.down, results);
+  stage_columns(results, staged);
+  copy_column(staged, a.d_vb + tile * kWideTile + mine.first / 16 * 2048);
+  const int quad = static_cast<int>(threadIdx.x) & 3;
 #pragma unroll
-  for (auto& step : d_vn) {
-#pragma unroll
-    for (std::uint32_t& pair : step) pair ^= 0x80008000U;  // minus
+  for (int n = 0; n < 8; ++n) {
+    const float2 b = *reinterpret_cast<const float2*>(stage.decay + kChunkedWidth + 8 * n + 2 * quad);
+    d_vb[n][0] *= -b.x, d_vb[n][1] *= -b.y, d_vb[n][2] *= -b.x, d_vb[n][3] *= -b.y;
   }
-  add_outer(d_vn, stage.w, d_state);
+  pack_columns(d_vb, d_vn);
+  add_outer(d_vn, stage.key_start, d_state);
 }
 
 template <int kWarps>
@@ -128,6 +117,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) kda_walk_gradients(KdaChunke
   const std::int64_t carried = state_offset(a, carry_slot(a, mine.sequence), mine.head);
   const std::int64_t border = state_offset(a, mine.sequence, mine.head);
   StateTiles d_state;
+  Lift lift;
   if (turn.end < at.chunks) {
     read_state(walk.carry_in + carried, mine.first, d_state);
   } else {
@@ -138,16 +128,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) kda_walk_gradients(KdaChunke
     const unsigned slot = turn_index % kStages;
     shared.full[slot].wait((turn_index / kStages) & 1U);
     walk_chunk<kWarps>(a, tile_index(a, at, index, mine.head), mine, shared.stages[slot],
-                       shared.staged + warp * 2048, d_state);
+                       shared.staged + warp * 2048, d_state, lift);
     __syncthreads();
     if (warp == 0 && index - kStages >= turn.begin) {
       request<kWarps>(a, walk, at, index - kStages, mine, shared.stages[slot], &shared.full[slot]);
     }
   }
   if (turn.begin > 0) {
-    write_state(d_state, mine.first, walk.carry_out + carried);
+    write_state(d_state, lift.down, mine.first, walk.carry_out + carried);
   } else {
-    write_state(d_state, mine.first, walk.to == nullptr ? nullptr : walk.to + border);
+    write_state(d_state, lift.down, mine.first, walk.to == nullptr ? nullptr : walk.to + border);
   }
 }
 

@@ -6,9 +6,21 @@
 namespace terrace::trainer::cuda {
 namespace {
 
+// What cuBLAS recommends: below that its best products of a Hopper device are out of reach.
+constexpr Bytes kHopperWorkspace = 32_MiB;
 constexpr Bytes kWorkspace = 4_MiB;
 constexpr std::int64_t kMaxGridX = 0x7fffffff;
 constexpr std::int64_t kMaxGridYZ = 65535;
+
+Bytes workspace_size(OpCall& call) {
+  int device = 0, major = 0, minor = 0;
+  call.check(cudaGetDevice(&device), "cudaGetDevice");
+  call.check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  call.check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+             "cudaDeviceGetAttribute");
+  return major == 9 && minor == 0 ? kHopperWorkspace : kWorkspace;
+}
 
 }  // namespace
 
@@ -19,7 +31,10 @@ BlasHandles::~BlasHandles() {
 cublasHandle_t BlasHandles::on(OpCall& call, Stream stream) {
   const std::lock_guard lock(mutex_);
   Entry& entry = entries_[stream.id];
-  if (entry.workspace == nullptr) entry.workspace = call.take_shared(kWorkspace, &entry.workspace_at);
+  if (entry.workspace == nullptr) {
+    entry.workspace_size = workspace_size(call);
+    entry.workspace = call.take_shared(entry.workspace_size, &entry.workspace_at);
+  }
   const bool fresh = entry.handle == nullptr;
   if (fresh) {
     call.check(cublasCreate(&entry.handle), "cublasCreate");
@@ -30,7 +45,7 @@ cublasHandle_t BlasHandles::on(OpCall& call, Stream stream) {
   if (fresh || entry.stream != call.stream()) {
     // The stream first: setting it puts the library's own workspace back.
     call.check(cublasSetStream(entry.handle, call.stream()), "cublasSetStream");
-    call.check(cublasSetWorkspace(entry.handle, entry.workspace_at, kWorkspace.count()),
+    call.check(cublasSetWorkspace(entry.handle, entry.workspace_at, entry.workspace_size.count()),
                "cublasSetWorkspace");
     entry.stream = call.stream();
   }

@@ -19,8 +19,9 @@ namespace terrace::trainer::cuda {
 
 class OpCall;
 
-// One cuBLAS handle a stream, each with a workspace of its own and of fixed size: the choice of algorithm,
-// and so every bit of a product, depends on the shape alone.
+// One cuBLAS handle a stream, each with a workspace of its own, 32 MiB on compute capability 9.0 and 4 MiB
+// elsewhere: on one device the choice of algorithm, and so every bit of a product, depends on the shape
+// alone.
 class BlasHandles {
  public:
   BlasHandles() = default;
@@ -35,6 +36,7 @@ class BlasHandles {
     cublasHandle_t handle = nullptr;
     cudaStream_t stream = nullptr;
     std::shared_ptr<const void> workspace;
+    Bytes workspace_size;
     Address workspace_at = nullptr;
   };
   std::mutex mutex_;

@@ -58,19 +58,29 @@ __global__ void __launch_bounds__(Group::kBlock) rms_forward(RmsNorm op) {
   }
 }
 
-// partial: (blocks, width), the blocks' parts of d_w; null: not wanted.
+// partial: (blocks, width), the blocks' parts of d_w; null: not wanted. The next row's loads are under way
+// while a row is worked on.
 template <typename Group>
-__global__ void __launch_bounds__(Group::kBlock) rms_backward(RmsNormBackward op, float* partial) {
+__global__ void __launch_bounds__(Group::kBlock, Group::kResident)
+    rms_backward(RmsNormBackward op, float* partial) {
   using T = typename Group::Element;
   constexpr int kNumbers = Group::kNumbers;
   float d_w[Group::kPacks][kNumbers] = {};
-  for (std::int64_t base = std::int64_t{blockIdx.x} * Group::kRows; base < op.rows;
-       base += std::int64_t{gridDim.x} * Group::kRows) {
-    const std::int64_t row = base + Group::row_in_block(), first = row * op.width;
+  const std::int64_t step = std::int64_t{gridDim.x} * Group::kRows;
+  std::int64_t row = std::int64_t{blockIdx.x} * Group::kRows + Group::row_in_block();
+  uint4 next_x[Group::kPacks], next_d_y[Group::kPacks];
+  const auto fetch = [&](std::int64_t which) {
+    load_row<Group>(op.x.as<T>() + which * op.width, op.width, which < op.rows, next_x);
+    load_row<Group>(op.d_y.as<T>() + which * op.width, op.width, which < op.rows, next_d_y);
+  };
+  fetch(row);
+  for (; row - Group::row_in_block() < op.rows; row += step) {
+    const std::int64_t first = row * op.width;
     const bool live = row < op.rows;
     uint4 x[Group::kPacks], d_y[Group::kPacks];
-    load_row<Group>(op.x.as<T>() + first, op.width, live, x);
-    load_row<Group>(op.d_y.as<T>() + first, op.width, live, d_y);
+#pragma unroll
+    for (int i = 0; i < Group::kPacks; ++i) x[i] = next_x[i], d_y[i] = next_d_y[i];
+    fetch(row + step);
     float sums[2] = {};  // x^2, g x
 #pragma unroll
     for (int i = 0; i < Group::kPacks; ++i) {

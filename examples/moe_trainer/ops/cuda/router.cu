@@ -1,13 +1,16 @@
 // score = sigmoid(logit) or softmax over all;  choose top_k by score + bias inside the top_groups best
-// groups; weight_j = scaling score_j, over the sum of the chosen scores where renormalised.          logits:
-// (T, E) Renormalised softmax is the softmax over the chosen alone.                                 weight:
-// (T, k) Backward, w = weight / scaling, m = sum_i d_weight_i w_i (0 for m where a sigmoid is not
-// renormalised):
-//   d_logit_j = scaling w_j (d_weight_j - m) (sigmoid: times 1 - s_j);  softmax over all: the others -scaling
-//   p m
-// One warp a token. Ties go to the lower group and the lower expert.
+// groups; weight_j = scaling score_j, over the sum of the chosen scores where renormalised.
+//   logits: (T, E)   weight: (T, k)
+// Renormalised softmax is the softmax over the chosen alone.
+// Backward, w = weight / scaling, m = sum_i d_weight_i w_i (0 for m where a sigmoid is not renormalised):
+//   d_logit_j = scaling w_j (d_weight_j - m) (sigmoid: times 1 - s_j)
+//   softmax over all: the others -scaling p m
+// One warp a token. Ties go to the lower group and the lower expert. Where a lane can hold its share of the
+// experts, E / 32 neighbours, in registers, it does; else they lie in shared memory.
 #include <cfloat>
+#include <type_traits>
 
+#include "examples/moe_trainer/ops/cuda/elements.cuh"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
 #include "examples/moe_trainer/ops/cuda/router_scores.cuh"
 
@@ -84,6 +87,138 @@ __global__ void route(Router op) {
   }
 }
 
+constexpr int kPart = 8;  // of a lane's experts: what is looked through when one of them is taken
+
+// A lane's share of the experts, E / 32 in a row.
+template <int kParts>
+struct Share {
+  static constexpr int kMost = kParts * kPart;
+  unsigned key[kParts][kPart];  // zero: none, or not to be chosen
+  unsigned best[kParts];
+
+  __device__ void drop_all() {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) key[i / kPart][i % kPart] = 0U;
+  }
+  __device__ void find_best() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) best[part] = top_of(part);
+  }
+  [[nodiscard]] __device__ unsigned top() const {
+    unsigned most = best[0];
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) most = max(most, best[part]);
+    return most;
+  }
+  // The first place that has the largest key `most`, which is taken out.
+  __device__ int take(unsigned most) {
+    int taken = -1;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (taken >= 0 || best[part] != most) continue;
+      int place = 0;
+#pragma unroll
+      for (int i = kPart - 1; i >= 0; --i) place = key[part][i] == most ? i : place;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) key[part][i] = i == place ? 0U : key[part][i];
+      best[part] = top_of(part);
+      taken = part * kPart + place;
+    }
+    return taken;
+  }
+
+ private:
+  [[nodiscard]] __device__ unsigned top_of(int part) const {
+    unsigned most = 0U;
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) most = max(most, key[part][i]);
+    return most;
+  }
+};
+
+// Whether the lane's experts are of one of the best groups; `lanes` neighbours, a power of two, share a
+// group, which has at least four experts.
+template <int kParts>
+__device__ bool in_best_groups(const RouterShape& shape, const Share<kParts>& share, int lanes) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  unsigned first = 0U, second = 0U;
+#pragma unroll
+  for (int i = 0; i < Share<kParts>::kMost; ++i) {
+    const unsigned key = share.key[i / kPart][i % kPart];
+    second = max(second, min(first, key));
+    first = max(first, key);
+  }
+  for (int offset = 1; offset < lanes; offset *= 2) {
+    const unsigned other = __shfl_xor_sync(kFullWarp, first, offset);
+    second = max(max(second, __shfl_xor_sync(kFullWarp, second, offset)), min(first, other));
+    first = max(first, other);
+  }
+  const unsigned own = order_key(fmaxf(value_of_key(first) + value_of_key(second), -FLT_MAX));
+  int better = 0;
+  for (int other = 0; other < kWarp; other += lanes) {
+    const unsigned key = __shfl_sync(kFullWarp, own, other);
+    better += static_cast<int>(key > own || (key == own && other / lanes < lane / lanes));
+  }
+  return better < static_cast<int>(shape.top_groups);
+}
+
+// What is chosen by, to two units in the last place; weights are made by share_of.
+template <RouterScore kScore>
+__device__ float fast_share(float logit, const ScoreBase& base) {
+  if constexpr (kScore == RouterScore::kSigmoid) return __fdividef(1.0F, 1.0F + expf(-logit));
+  return __fdividef(expf(logit - base.top), base.total);
+}
+
+template <int kParts, RouterScore kScore>
+__global__ void __launch_bounds__(kThreads) route_in_registers(Router op) {
+  const RouterShape& shape = op.shape;
+  const std::int64_t token = std::int64_t{blockIdx.x} * kTokensPerBlock + threadIdx.x / kWarp;
+  if (token >= shape.tokens) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int experts = static_cast<int>(shape.experts), top_k = static_cast<int>(shape.top_k);
+  const int each = experts / kWarp;
+  const float* logits = op.logits + token * experts;
+  const float* own = logits + lane * each;
+  const float* bias = op.bias == nullptr ? nullptr : op.bias + lane * each;
+  const ScoreBase base = score_base(kScore, false, experts, [=](int e) { return logits[e]; });
+  float logit[Share<kParts>::kMost / 4][4];
+#pragma unroll
+  for (int i = 0; i < Share<kParts>::kMost / 4; ++i) load_shared_row(own + min(4 * i, each - 4), logit[i]);
+  Share<kParts> share;
+#pragma unroll
+  for (int i = 0; i < Share<kParts>::kMost / 4; ++i) {
+    float shift[4] = {};
+    if (bias != nullptr) load_shared_row(bias + min(4 * i, each - 4), shift);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      // A NaN is the last choice, and still one: its weight is NaN and is seen.
+      const unsigned key = order_key(fmaxf(fast_share<kScore>(logit[i][n], base) + shift[n], -FLT_MAX));
+      share.key[i / 2][i % 2 * 4 + n] = 4 * i < each ? key : 0U;
+    }
+  }
+  if (shape.top_groups < shape.groups) {
+    const int lanes = kWarp / static_cast<int>(shape.groups);
+    if (!in_best_groups(shape, share, lanes)) share.drop_all();
+  }
+  share.find_best();
+  int chosen = 0;  // lane j: the j-th
+  for (int j = 0; j < top_k; ++j) {
+    const unsigned top = share.top(), most = warp_max_of(top);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(kFullWarp, top == most))) - 1;
+    int place = 0;
+    if (lane == owner) place = share.take(most);
+    place = __shfl_sync(kFullWarp, place, owner);
+    if (lane == j) chosen = owner * each + place;
+  }
+  const float taken = logits[chosen];
+  const ScoreBase whole = shape.renormalise == Renormalise::kYes
+                              ? score_base(kScore, true, top_k, [=](int) { return taken; })
+                              : base;
+  if (lane >= top_k) return;
+  op.expert[token * top_k + lane] = chosen;
+  op.weight[token * top_k + lane] = share_of(kScore, taken, whole) * shape.scaling;
+}
+
 __global__ void route_backward(RouterBackward op) {
   const RouterShape& shape = op.shape;
   const std::int64_t token = std::int64_t{blockIdx.x} * kTokensPerBlock + threadIdx.x / kWarp;
@@ -113,6 +248,27 @@ __global__ void route_backward(RouterBackward op) {
   }
 }
 
+// False: the shape is not for registers.
+bool launch_in_registers(OpCall& call, const Router& op) {
+  const RouterShape& shape = op.shape;
+  const bool whole_groups = shape.top_groups == shape.groups || kWarp % shape.groups == 0;
+  if (shape.experts % (4 * kWarp) != 0 || shape.top_k > kWarp || !whole_groups) return false;
+  if (!aligned(op.logits) || !aligned(op.bias)) return false;
+  const Grid grid{.x = ceil_div(shape.tokens, kTokensPerBlock), .threads = kThreads};
+  const auto take = [&](auto parts) {
+    constexpr int kParts = decltype(parts)::value;
+    const auto kernel = shape.score == RouterScore::kSigmoid
+                            ? route_in_registers<kParts, RouterScore::kSigmoid>
+                            : route_in_registers<kParts, RouterScore::kSoftmax>;
+    call.launch(kernel, grid, op);
+    return true;
+  };
+  if (shape.experts <= kWarp * Share<1>::kMost) return take(std::integral_constant<int, 1>{});
+  if (shape.experts <= kWarp * Share<2>::kMost) return take(std::integral_constant<int, 2>{});
+  if (shape.experts <= kWarp * Share<4>::kMost) return take(std::integral_constant<int, 4>{});
+  return false;
+}
+
 }  // namespace
 
 void launch(OpCall& call, const Router& op) {
@@ -122,6 +278,7 @@ void launch(OpCall& call, const Router& op) {
   call.require(shape.top_groups >= 1 && shape.top_groups <= shape.groups, "top_groups must be 1 to groups");
   call.require(shape.top_k >= 1 && shape.top_k <= shape.top_groups * (shape.experts / shape.groups),
                "top_k is not 1 to the experts of the kept groups");
+  if (launch_in_registers(call, op)) return;
   const auto numbers = static_cast<std::size_t>(shape.experts + shape.groups + shape.top_k);
   call.launch(route,
               Grid{.x = ceil_div(shape.tokens, kTokensPerBlock),

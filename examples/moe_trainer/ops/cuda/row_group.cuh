@@ -17,7 +17,9 @@ struct RowGroup {
   static constexpr int kThreads = kThreadsEach, kPacks = kPacksEach;
   static constexpr int kBlock = kThreads <= kWarp ? 256 : kThreads;
   static constexpr int kRows = kBlock / kThreads;  // of a block
-  static constexpr int kNumbers = kPack<T>;        // of a pack
+  // Blocks of a multiprocessor, where each takes many rows.
+  static constexpr int kResident = (kThreads <= kWarp && kPacks <= 2 ? 768 : 512) / kBlock;
+  static constexpr int kNumbers = kPack<T>;  // of a pack
   static constexpr std::int64_t kWidest = std::int64_t{kThreads} * kPacks * kNumbers;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kThreads; }
@@ -116,8 +118,7 @@ __device__ void store_column_parts(const float (&own)[Group::kPacks][Group::kNum
 // sums over rows have the same bits on every device. Fills one of 132 multiprocessors.
 template <typename Group>
 [[nodiscard]] std::int64_t row_blocks(std::int64_t rows) {
-  constexpr std::int64_t kResident = 132 * (Group::kThreads <= kWarp ? 768 : 512) / Group::kBlock;
-  return std::min(ceil_div(rows, Group::kRows), kResident);
+  return std::min(ceil_div(rows, Group::kRows), std::int64_t{132} * Group::kResident);
 }
 
 }  // namespace terrace::trainer::cuda
