@@ -50,6 +50,7 @@ Session::~Session() {
   // Entries hold blocks of the pools, and the pools wait for the copy engine's streams: end them in this
   // order. The lease goes back last, when the memory is free.
   impl_->profile.reset();
+  impl_->forget_timing();
   impl_->store.reset();
   impl_->hbm.reset();
   impl_->ddr.reset();
@@ -170,8 +171,8 @@ void Session::Impl::publish_usage() const {
     metrics().set<Metric::kTierBytes>(TierId::kHbm, static_cast<Pool>(i), in_hbm.live_by_pool[index]);
     metrics().set<Metric::kTierBytes>(TierId::kDdr, static_cast<Pool>(i), in_ddr.live_by_pool[index]);
   }
-  metrics().set<Metric::kTierPeakBytes>(TierId::kHbm, in_hbm.mapped_peak);
-  metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, in_ddr.mapped_peak);
+  metrics().set<Metric::kTierPeakBytes>(TierId::kHbm, std::max(hbm_peak, in_hbm.mapped_peak));
+  metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, std::max(ddr_peak, in_ddr.mapped_peak));
 }
 
 Result<BlockRef> Session::allocate(Bytes size, Pool pool) {
@@ -212,6 +213,8 @@ SessionCounters Session::counters() const {
 }
 
 void Session::reset_peaks() {
+  impl_->hbm_peak = std::max(impl_->hbm_peak, impl_->hbm->usage().mapped_peak);
+  impl_->ddr_peak = std::max(impl_->ddr_peak, impl_->ddr->usage().mapped_peak);
   impl_->hbm->reset_peaks();
   impl_->ddr->reset_peaks();
 }

@@ -25,6 +25,7 @@
 #include "allocator/hbm_pool.hpp"
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
+#include "swapcore/plan/solver.hpp"
 #include "swapcore/policy/policy.hpp"
 #include "swapcore/residency.hpp"
 #include "swapcore/site.hpp"
@@ -111,6 +112,12 @@ class Session {
   [[nodiscard]] SessionCounters counters() const;
   // One line a person can read: what the plan keeps where.
   [[nodiscard]] std::string plan_summary() const;
+  // The plan of the steps that run now, and the measured step that it was made of; null while there is none.
+  [[nodiscard]] const Plan* plan() const;
+  [[nodiscard]] const Snapshot* snapshot() const;
+  // How far the plan was off in the last step, if that ran by it and its work has completed.
+  [[nodiscard]] std::optional<Prediction::Error> prediction_error() const;
+  // The peaks of hbm_usage() and ddr_usage() start again; the published ones do not.
   void reset_peaks();
 
  private:

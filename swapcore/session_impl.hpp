@@ -11,6 +11,7 @@
 #include "runtime/daemon_link.hpp"
 #include "runtime/shared_page.hpp"
 #include "swapcore/budgets.hpp"
+#include "swapcore/plan/drift.hpp"
 #include "swapcore/plan/solver.hpp"
 #include "swapcore/residency.hpp"
 #include "swapcore/session.hpp"
@@ -34,7 +35,7 @@ struct Session::Impl {
   std::unique_ptr<DdrPool> ddr;
   std::unique_ptr<CopyEngine> copies;
   std::unique_ptr<ResidencyStore> store;
-  double h2d_rate = 0, d2h_rate = 0;
+  double h2d_rate = 0, d2h_rate = 0, two_way_rate = 0;
 
   std::vector<SiteSpec> sites;
   std::vector<std::vector<SiteId>> layer_sites;  // by layer, in order of declaration: the order of use
@@ -42,8 +43,17 @@ struct Session::Impl {
   std::unique_ptr<StepProfile> profile;          // while a step is measured
   std::optional<Snapshot> measured;              // what the plan was made of
   Bytes saved_peak;                              // most HBM that saved activations held in the measured step
+  Bytes hbm_peak, ddr_peak;                      // most that was held before the last reset_peaks()
   std::uint64_t step = 0;
   double step_started = 0;
+  struct StepEvents {  // on the compute stream, of the step before until its times are known
+    std::optional<Event> begun, ended;
+    bool pending = false;
+    double stalled_before = 0;  // counters.stall_seconds when it began
+    Bytes hbm_peak, ddr_peak;
+  } step_events;
+  std::vector<int> late_fetches;  // by site, since the plan was made
+  DriftWatch drift;
   SessionCounters counters;
 
   Impl(Device& d, Options options)
@@ -55,7 +65,6 @@ struct Session::Impl {
 
   // session.cpp
   Status open_pools();
-  Status measure_link();
   [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Result<bool> wait_for_a_spill();
   [[nodiscard]] bool evict_an_output();
@@ -69,8 +78,19 @@ struct Session::Impl {
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
   void enter(StepProfile::Phase phase, int layer);
   void restore_layer(int layer, std::uint32_t micro_batch);
+  void restore_planned(std::size_t moment, std::uint32_t micro_batch);
+
+  // session_plan.cpp
+  Status measure_link();
+  [[nodiscard]] double measure_two_ways(const Block& near, const Block& far, Event ready) const;
   void measure();
   void make_plan();
+  void begin_timing();
+  void end_timing();
+  [[nodiscard]] std::optional<Prediction::Measured> timed_step();
+  void learn_from_the_last_step();
+  [[nodiscard]] bool note_late_fetches();
+  void forget_timing();
   [[nodiscard]] bool rules_change() const;
   void count_fetch(SiteId site, FetchOutcome outcome);
   void collect_waits();

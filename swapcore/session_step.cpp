@@ -1,6 +1,5 @@
 // A step as the session sees it: what is kept, what is asked for again, when what left comes back.
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include "runtime/assert.hpp"
@@ -10,14 +9,6 @@
 #include "swapcore/session_impl.hpp"
 
 namespace terrace {
-namespace {
-
-// Live bytes are planned, mapped ones are limited: fragments of the pool lie between.
-constexpr double kPlannedShareOfHbm = 0.96;
-constexpr Bytes kProbeSize = 16_MiB;
-
-}  // namespace
-
 RuleAction Session::Impl::rule_for(SiteId site, RulePhase phase) const {
   return decide(policy.swapcore.rules, sites[site.index], phase, step);
 }
@@ -43,8 +34,11 @@ void Session::begin_step() {
   if (self.caching() && self.step == kMeasuredStep && !self.plan) {
     self.profile = std::make_unique<StepProfile>(self.device, self.compute);
   }
-  if (self.rules_change()) self.make_plan();
+  self.learn_from_the_last_step();
+  if (self.rules_change() && !self.profile) self.make_plan();
   self.hbm->take_watermark();
+  if (self.profile) self.profile->enter(StepProfile::Phase::kBegin, 0, 0_B);
+  self.begin_timing();
 }
 
 void Session::Impl::enter(StepProfile::Phase phase, int layer) {
@@ -56,20 +50,36 @@ void Session::enter_forward(int layer, std::uint32_t) { impl_->enter(StepProfile
 
 void Session::enter_head(std::uint32_t micro_batch) {
   impl_->enter(StepProfile::Phase::kHead, 0);
+  impl_->step_events.ddr_peak =
+      std::max(impl_->step_events.ddr_peak, impl_->store->ddr_bytes(EntryKey::What::kOutput));
   impl_->restore_layer(static_cast<int>(impl_->layer_sites.size()) - 1, micro_batch);
+  impl_->restore_planned(0, micro_batch);
 }
 
 void Session::enter_backward(int layer, std::uint32_t micro_batch) {
   impl_->enter(StepProfile::Phase::kBackward, layer);
   impl_->restore_layer(layer - 1, micro_batch);
+  if (impl_->plan)
+    impl_->restore_planned(impl_->plan->restores.size() - 1 - static_cast<std::size_t>(layer), micro_batch);
 }
 
-// Starts bringing back what the layer will ask for, in the order in which it will. What finds no room stays
-// in DDR.
+// Starts bringing back what the layer will ask for and the plan does not time, in the order in which it will.
+// What finds no room stays in DDR.
 void Session::Impl::restore_layer(int layer, std::uint32_t micro_batch) {
   if (layer < 0) return;
   for (const EntryKey& key : store->in_layer(layer, micro_batch)) {
-    if (!store->restore(key)) return;
+    const bool planned =
+        plan && key.what == EntryKey::What::kOutput && plan->placements[key.index] == Placement::kDdr;
+    if (!planned && !store->restore(key)) return;
+  }
+}
+
+// The same for what the plan brings back from this moment on: the head is 0, the last layer's backward 1.
+void Session::Impl::restore_planned(std::size_t moment, std::uint32_t micro_batch) {
+  if (!plan || moment >= plan->restores.size()) return;
+  for (const SiteId site : plan->restores[moment]) {
+    const EntryKey key = entry_of({site, micro_batch}, sites[site.index].layer);
+    if (store->state(key) && !store->restore(key)) return;
   }
 }
 
@@ -127,6 +137,7 @@ void Session::Impl::count_fetch(SiteId site, FetchOutcome outcome) {
       break;
     case FetchOutcome::kLate:
       ++counters.late;
+      if (site.index < late_fetches.size()) ++late_fetches[site.index];
       break;
   }
 }
@@ -222,85 +233,12 @@ void Session::end_step() {
   self.store->poll();
   self.store->drop_all(EntryKey::What::kOutput);
   if (self.profile) self.measure();
+  self.end_timing();
   self.collect_waits();
   self.publish_usage();
   metrics().add<Metric::kSteps>(1);
   metrics().add<Metric::kStepSeconds>(seconds_of(steady_clock().now()) - self.step_started);
   ++self.step;
-}
-
-// The rates of the link, asked of the device or measured once by a copy each way.
-Status Session::Impl::measure_link() {
-  h2d_rate = device.info().h2d_bytes_per_second;
-  d2h_rate = device.info().d2h_bytes_per_second;
-  if (h2d_rate > 0 && d2h_rate > 0) return {};
-  auto near = hbm->allocate(compute, kProbeSize, Pool::kScratch);
-  if (!near) return near.error();
-  auto far = ddr->allocate(kProbeSize, Pool::kScratch);
-  Status status = far ? Status() : Status(far.error());
-  auto ready = device.create_event();
-  if (status && !ready) status = ready.error();
-  if (status) {
-    for (const Direction direction : {Direction::kD2H, Direction::kH2D, Direction::kD2H, Direction::kH2D}) {
-      const bool out = direction == Direction::kD2H;
-      const Transfer transfer{out ? far->address : near->address, out ? near->address : far->address,
-                              kProbeSize};
-      auto copy = copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch},
-                                 {&transfer, 1});
-      status = copy ? copy->synchronize() : Status(copy.error());
-      if (!status) break;
-      const auto seconds = copies->seconds(*copy);
-      if (seconds && *seconds > 0)
-        (out ? d2h_rate : h2d_rate) = static_cast<double>(kProbeSize.count()) / *seconds;
-    }
-  }
-  if (ready) device.destroy_event(*ready);
-  if (far) (void)ddr->free(*far);
-  (void)hbm->free(compute, *near);
-  return status;
-}
-
-void Session::Impl::measure() {
-  profile->enter(StepProfile::Phase::kEnd, 0, hbm->take_watermark());
-  const bool finished = device.synchronize(compute).ok();
-  if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
-  Snapshot snapshot = profile->summarize(sites);
-  profile.reset();
-  if (!finished || snapshot.layers.size() < layer_sites.size()) return;
-  snapshot.hbm_budget =
-      Bytes(static_cast<std::uint64_t>(static_cast<double>(budgets.hbm.count()) * kPlannedShareOfHbm));
-  snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
-  snapshot.ddr_cache_limit = budgets.swapcore_ddr;
-  snapshot.h2d_bytes_per_second = h2d_rate;
-  snapshot.d2h_bytes_per_second = d2h_rate;
-  measured = std::move(snapshot);
-  make_plan();
-}
-
-void Session::Impl::make_plan() {
-  for (SiteCost& site : measured->sites) site.rule = rule_for(site.site, RulePhase::kForward);
-  plan = solve(*measured, policy);
-}
-
-// Whether a rule begins or has just ended: what it held is the plan's again.
-bool Session::Impl::rules_change() const {
-  const auto& rules = policy.swapcore.rules;
-  return measured && std::any_of(rules.begin(), rules.end(), [this](const Rule& rule) {
-           return rule.first_step == step || rule.last_step + 1 == step;
-         });
-}
-
-std::string Session::plan_summary() const {
-  const Impl& self = *impl_;
-  if (!self.plan) return self.caching() ? "no plan yet: the second step is measured" : "swap core is off";
-  char text[256];
-  const Plan& plan = *self.plan;
-  std::snprintf(text, sizeof text,
-                "%d outputs in HBM (%s), %d in DDR (%s), %d computed again: %.1f of %.1f ms saved",
-                plan.hbm_sites, format_bytes(plan.hbm_bytes).c_str(), plan.ddr_sites,
-                format_bytes(plan.ddr_bytes).c_str(), plan.recomputed_sites, plan.saved_seconds * 1e3,
-                (plan.saved_seconds + plan.recompute_seconds) * 1e3);
-  return text;
 }
 
 }  // namespace terrace

@@ -33,22 +33,31 @@ void StepProfile::add_positions(Snapshot& snapshot) const {
   // Micro-batches pass each position several times: windows are averages, peaks are peaks.
   std::map<std::pair<Phase, int>, int> passes;
   for (const Mark& mark : marks_) ++passes[{mark.phase, mark.layer}];
+  snapshot.micro_batches = std::max(1, passes[{Phase::kHead, 0}]);
   for (std::size_t i = 0; i + 1 < marks_.size(); ++i) {
     const Mark& mark = marks_[i];
     if (mark.phase == Phase::kEnd) continue;
     const auto seconds = device_.seconds_between(mark.event, marks_[i + 1].event);
     const double share = (seconds ? *seconds : 0.0) / passes[{mark.phase, mark.layer}];
+    if (mark.phase == Phase::kBegin) {
+      snapshot.other_seconds += share;
+      snapshot.other_peak = std::max(snapshot.other_peak, mark.peak);
+      continue;
+    }
     if (mark.phase == Phase::kHead) {
       snapshot.head.forward_seconds += share;
       snapshot.head.backward_seconds += share;
-      snapshot.head.hbm_peak = std::max(snapshot.head.hbm_peak, mark.peak);
+      snapshot.head.forward_peak = std::max(snapshot.head.forward_peak, mark.peak);
+      snapshot.head.backward_peak = snapshot.head.forward_peak;
       continue;
     }
     const auto layer = static_cast<std::size_t>(mark.layer);
     if (snapshot.layers.size() <= layer) snapshot.layers.resize(layer + 1);
     Position& position = snapshot.layers[layer];
-    (mark.phase == Phase::kForward ? position.forward_seconds : position.backward_seconds) += share;
-    position.hbm_peak = std::max(position.hbm_peak, mark.peak);
+    const bool forward = mark.phase == Phase::kForward;
+    (forward ? position.forward_seconds : position.backward_seconds) += share;
+    Bytes& peak = forward ? position.forward_peak : position.backward_peak;
+    peak = std::max(peak, mark.peak);
   }
 }
 
@@ -75,10 +84,34 @@ void StepProfile::add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sit
   }
 }
 
+// What a layer's forward took beside its timed sites belongs to the others, by their bytes: a program that
+// times nothing still gets a plan.
+void StepProfile::share_untimed(Snapshot& snapshot) {
+  std::vector<double> left(snapshot.layers.size());
+  std::vector<Bytes> untimed(snapshot.layers.size());
+  for (std::size_t i = 0; i < left.size(); ++i) left[i] = snapshot.layers[i].forward_seconds;
+  const auto in_a_layer = [&](const SiteCost& site) {
+    return site.layer >= 0 && static_cast<std::size_t>(site.layer) < left.size();
+  };
+  for (const SiteCost& site : snapshot.sites) {
+    if (!in_a_layer(site)) continue;
+    const auto layer = static_cast<std::size_t>(site.layer);
+    left[layer] = std::max(0.0, left[layer] - site.recompute_seconds);
+    if (site.recompute_seconds == 0) untimed[layer] += site.bytes;
+  }
+  for (SiteCost& site : snapshot.sites) {
+    if (!in_a_layer(site) || site.recompute_seconds != 0 || site.bytes == 0_B) continue;
+    const auto layer = static_cast<std::size_t>(site.layer);
+    site.recompute_seconds = left[layer] * static_cast<double>(site.bytes.count()) /
+                             static_cast<double>(untimed[layer].count());
+  }
+}
+
 Snapshot StepProfile::summarize(const std::vector<SiteSpec>& sites) const {
   Snapshot snapshot;
   add_positions(snapshot);
   add_sites(snapshot, sites);
+  share_untimed(snapshot);
   return snapshot;
 }
 

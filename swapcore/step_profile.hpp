@@ -15,7 +15,8 @@ namespace terrace {
 
 class StepProfile {
  public:
-  enum class Phase : std::uint8_t { kForward, kHead, kBackward, kEnd };
+  // kBegin: before the first position.
+  enum class Phase : std::uint8_t { kBegin, kForward, kHead, kBackward, kEnd };
 
   StepProfile(Device& device, Stream compute) : device_(device), compute_(compute) {}
   ~StepProfile();
@@ -50,6 +51,7 @@ class StepProfile {
   };
   void add_positions(Snapshot& snapshot) const;
   void add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sites) const;
+  static void share_untimed(Snapshot& snapshot);
 
   Device& device_;
   Stream compute_;

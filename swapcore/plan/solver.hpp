@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/units.hpp"
+#include "swapcore/plan/prediction.hpp"
 #include "swapcore/policy/policy.hpp"
 #include "swapcore/site.hpp"
 
@@ -23,24 +24,32 @@ struct SiteCost {
   Bytes bytes;                   // of its output; zero: never offered, never cached
   double recompute_seconds = 0;  // measured
   RuleAction rule = RuleAction::kAuto;
+  // How often its restore came late. Each time it starts a position earlier; past kMostLead it stays at home.
+  int lateness = 0;
 };
+inline constexpr int kMostLead = 3;
 
 // A position in time: the forward and backward of one layer, or the head between them.
 struct Position {
-  double forward_seconds = 0;   // the window in which earlier outputs can leave
-  double backward_seconds = 0;  // recomputation included; the window in which the next layer's can return
-  Bytes hbm_peak;               // most HBM in use there while nothing is cached
+  double forward_seconds = 0;         // the window in which outputs can leave
+  double backward_seconds = 0;        // recomputation included; for the head, the same as forward
+  Bytes forward_peak, backward_peak;  // most HBM in use there while nothing is cached
 };
 
+// Sites of a layer are in the order in which backward asks for them.
 struct Snapshot {
   std::vector<SiteCost> sites;
   std::vector<Position> layers;  // in forward order
   Position head;
-  Bytes hbm_budget;       // of the device
-  Bytes hbm_cache_limit;  // the most that outputs may hold in HBM at one time
-  Bytes ddr_cache_limit;  // the same in DDR
+  int micro_batches = 1;
+  double other_seconds = 0;  // of a step, outside of every position
+  Bytes other_peak;          // most HBM in use there
+  Bytes hbm_budget;          // of the device
+  Bytes hbm_cache_limit;     // the most that outputs which stay may hold in HBM at one time
+  Bytes ddr_cache_limit;     // the same in DDR
   double d2h_bytes_per_second = 0;
   double h2d_bytes_per_second = 0;
+  double both_bytes_per_second = 0;  // of the two directions together; zero: they do not disturb each other
 };
 
 struct Plan {
@@ -49,9 +58,14 @@ struct Plan {
   Bytes hbm_bytes, ddr_bytes;                              // held at the end of forward
   double saved_seconds = 0;                                // of recomputation, per micro-batch
   double recompute_seconds = 0;                            // what is left of it
+  // What to bring back on entering the head (first) and each backward (the last layer's second, and so on),
+  // in order of use.
+  std::vector<std::vector<SiteId>> restores;
+  Prediction prediction;
 };
 
-// Greedy by recompute time per byte: O(n log n + n * layers). Never exceeds a limit of the snapshot.
+// Never exceeds a limit of the snapshot, never predicts a longer step than full recomputation where no rule
+// asks for it; the same snapshot gives the same plan.
 [[nodiscard]] Plan solve(const Snapshot& snapshot, const Policy& policy);
 
 }  // namespace terrace

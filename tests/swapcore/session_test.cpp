@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -97,6 +98,39 @@ TEST_F(SessionTest, TheThirdStepRunsByThePlan) {
   const SessionCounters counters = session_->counters();
   EXPECT_EQ(counters.hits + counters.late, static_cast<std::uint64_t>(kLayers));
   EXPECT_EQ(counters.misses, static_cast<std::uint64_t>(2 * kLayers));
+}
+
+TEST_F(SessionTest, ThePlanSaysWhatItsStepsTakeAndHold) {
+  open();
+  for (int i = 0; i < 2; ++i) run_step();
+  ASSERT_NE(session_->plan(), nullptr);
+  EXPECT_FALSE(session_->prediction_error()) << "no step ran by it yet";
+  run_step();
+  ASSERT_TRUE(device_->synchronize(compute_)) << "the end of the step has its event";
+  const Prediction& prediction = session_->plan()->prediction;
+  EXPECT_GT(prediction.step_seconds, 0);
+  EXPECT_EQ(prediction.hbm.size(), 2U * kLayers + 1);
+  EXPECT_GE(prediction.hbm_peak, kOutput * kLayers);
+  const auto error = session_->prediction_error();
+  ASSERT_TRUE(error);
+  EXPECT_LE(std::abs(error->hbm_bytes), static_cast<std::int64_t>(kOutput.count()));
+  EXPECT_EQ(error->ddr_bytes, 0);
+  ASSERT_NE(session_->snapshot(), nullptr);
+  EXPECT_EQ(session_->snapshot()->micro_batches, 1);
+}
+
+// Nothing stays: everything that the plan keeps travels, and comes back for the moment it is asked for.
+TEST_F(SessionTest, WhatThePlanSendsAwayComesBackByThePlan) {
+  policy_.swapcore.hbm_budget = Amount::of(0_B);
+  open();
+  for (int i = 0; i < 2; ++i) run_step();
+  ASSERT_NE(session_->plan(), nullptr);
+  std::size_t planned = 0;
+  for (const auto& moment : session_->plan()->restores) planned += moment.size();
+  EXPECT_EQ(planned, static_cast<std::size_t>(session_->plan()->ddr_sites));
+  EXPECT_EQ(session_->plan()->hbm_sites, 0);
+  const int computed_again = run_step();
+  EXPECT_EQ(computed_again, kLayers - static_cast<int>(planned)) << session_->plan_summary();
 }
 
 TEST_F(SessionTest, OffCachesNothingAndCountsNothing) {

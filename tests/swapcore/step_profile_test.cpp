@@ -15,7 +15,8 @@ TEST(StepProfile, TellsPositionsPeaksAndOutputs) {
                                        {"layer.1.a", SiteKind::kMatmul, 1, "a"},
                                        {"layer.1.b", SiteKind::kScan, 1, "b"}};
   StepProfile profile(*tiers.device, tiers.compute);
-  profile.enter(Phase::kForward, 0, 0_B);
+  profile.enter(Phase::kBegin, 0, 0_B);
+  profile.enter(Phase::kForward, 0, 5_MiB);
   profile.add_output(SiteId{0}, 100_B);
   profile.enter(Phase::kForward, 1, 10_MiB);
   profile.add_output(SiteId{1}, 200_B);
@@ -27,9 +28,15 @@ TEST(StepProfile, TellsPositionsPeaksAndOutputs) {
 
   const Snapshot snapshot = profile.summarize(sites);
   ASSERT_EQ(snapshot.layers.size(), 2U);
-  EXPECT_EQ(snapshot.layers[0].hbm_peak, 15_MiB) << "the larger of forward and backward";
-  EXPECT_EQ(snapshot.layers[1].hbm_peak, 40_MiB);
-  EXPECT_EQ(snapshot.head.hbm_peak, 30_MiB);
+  EXPECT_EQ(snapshot.layers[0].forward_peak, 10_MiB);
+  EXPECT_EQ(snapshot.layers[0].backward_peak, 15_MiB);
+  EXPECT_EQ(snapshot.layers[1].forward_peak, 20_MiB);
+  EXPECT_EQ(snapshot.layers[1].backward_peak, 40_MiB);
+  EXPECT_EQ(snapshot.head.forward_peak, 30_MiB);
+  EXPECT_EQ(snapshot.head.backward_peak, 30_MiB);
+  EXPECT_EQ(snapshot.other_peak, 5_MiB);
+  EXPECT_GE(snapshot.other_seconds, 0);
+  EXPECT_EQ(snapshot.micro_batches, 1);
   ASSERT_EQ(snapshot.sites.size(), 3U);
   EXPECT_EQ(snapshot.sites[1].bytes, 200_B);
   EXPECT_EQ(snapshot.sites[2].bytes, 0_B) << "never offered";
@@ -55,6 +62,28 @@ TEST(StepProfile, SitesOfAGroupShareTheirMeanCost) {
   EXPECT_GT(snapshot.sites[0].recompute_seconds, 0);
   EXPECT_EQ(snapshot.sites[0].recompute_seconds, snapshot.sites[1].recompute_seconds);
   EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0);
+}
+
+TEST(StepProfile, SitesThatNobodyTimesShareTheirLayersForward) {
+  Tiers tiers({.link_bytes_per_second = 100e6});
+  const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"},
+                                       {"layer.0.b", SiteKind::kMatmul, 0, "b"},
+                                       {"layer.0.c", SiteKind::kMatmul, 0, "c"}};
+  StepProfile profile(*tiers.device, tiers.compute);
+  const BlockRef block = tiers.filled(1_MiB, 1);
+  profile.enter(Phase::kForward, 0, 0_B);
+  EXPECT_TRUE(tiers.device->copy(tiers.compute, Direction::kH2D, block->address, block->address, 1_MiB));
+  profile.add_output(SiteId{0}, 100_B);
+  profile.add_output(SiteId{1}, 300_B);
+  profile.enter(Phase::kHead, 0, 0_B);
+  profile.enter(Phase::kEnd, 0, 0_B);
+  ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+  const Snapshot snapshot = profile.summarize(sites);
+  const double forward = snapshot.layers[0].forward_seconds;
+  EXPECT_GT(forward, 0);
+  EXPECT_DOUBLE_EQ(snapshot.sites[0].recompute_seconds, forward / 4);
+  EXPECT_DOUBLE_EQ(snapshot.sites[1].recompute_seconds, forward * 3 / 4);
+  EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0) << "never offered";
 }
 
 }  // namespace

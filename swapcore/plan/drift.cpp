@@ -1,0 +1,46 @@
+#include "swapcore/plan/drift.hpp"
+
+#include <algorithm>
+
+namespace terrace {
+namespace {
+
+constexpr double kDrift = 0.10;       // of the step
+constexpr double kLateShare = 0.005;  // of the steps' time
+constexpr int kReferenceSteps = 3;
+constexpr int kInARow = 3;  // one odd step (evaluation, a short batch) is no drift
+constexpr int kStepsUntilLate = 4;
+constexpr int kMostPatience = 4096;
+
+}  // namespace
+
+void DriftWatch::add(double seconds, double late_seconds) {
+  ++steps_;
+  seconds_ += seconds;
+  late_ += late_seconds;
+  if (steps_ <= kReferenceSteps) {
+    reference_ = steps_ == 1 ? seconds : std::min(reference_, seconds);
+    return;
+  }
+  const int direction = seconds > reference_ * (1 + kDrift)   ? 1
+                        : seconds < reference_ * (1 - kDrift) ? -1
+                                                              : 0;
+  beyond_ = direction == 0 ? 0 : direction == direction_ ? beyond_ + 1 : 1;
+  direction_ = direction;
+}
+
+bool DriftWatch::drifted() const { return steps_ >= patience_ && beyond_ >= kInARow; }
+
+bool DriftWatch::often_late() const { return steps_ >= kStepsUntilLate && late_ > kLateShare * seconds_; }
+
+void DriftWatch::measured_again() {
+  patience_ = std::min(kMostPatience, patience_ * 2);
+  solved_again();
+}
+
+void DriftWatch::solved_again() {
+  reference_ = seconds_ = late_ = 0;
+  steps_ = beyond_ = direction_ = 0;
+}
+
+}  // namespace terrace

@@ -1,0 +1,29 @@
+// Notices that steps take another time than when their plan was made. Pure: the caller has the clock.
+#pragma once
+
+namespace terrace {
+
+class DriftWatch {
+ public:
+  // A step by the plan took so long, of which `late_seconds` waiting for restores. Called in order of steps.
+  void add(double seconds, double late_seconds);
+
+  // The steps have changed for good: measure again. Asked more and more seldom, so that a job whose steps
+  // never settle is not measured all the time.
+  [[nodiscard]] bool drifted() const;
+  // Restores came late often enough that a plan with longer leads is worth making.
+  [[nodiscard]] bool often_late() const;
+
+  void measured_again();
+  void solved_again();
+
+ private:
+  double reference_ = 0;  // the shortest of the first steps by this plan
+  double seconds_ = 0, late_ = 0;
+  int steps_ = 0;      // by this plan
+  int beyond_ = 0;     // the last so many were shorter, or longer, by more than a tenth
+  int direction_ = 0;  // 1: longer, -1: shorter
+  int patience_ = 8;   // steps before it may ask
+};
+
+}  // namespace terrace

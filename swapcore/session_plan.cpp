@@ -1,0 +1,200 @@
+// What the session learns of a step and makes of it: the measured step, the plan, how right the plan was.
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "runtime/clock.hpp"
+#include "runtime/metrics.hpp"
+#include "swapcore/session.hpp"
+#include "swapcore/session_impl.hpp"
+
+namespace terrace {
+namespace {
+
+// Live bytes are planned, mapped ones are limited: fragments of the pool lie between.
+constexpr double kPlannedShareOfHbm = 0.96;
+constexpr Bytes kProbeSize = 16_MiB;
+
+double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / seconds; }
+
+}  // namespace
+
+// The rates of the link, asked of the device or measured once by a copy each way.
+Status Session::Impl::measure_link() {
+  h2d_rate = device.info().h2d_bytes_per_second;
+  d2h_rate = device.info().d2h_bytes_per_second;
+  if (h2d_rate > 0 && d2h_rate > 0) return {};
+  auto near = hbm->allocate(compute, kProbeSize, Pool::kScratch);
+  if (!near) return near.error();
+  auto far = ddr->allocate(kProbeSize, Pool::kScratch);
+  Status status = far ? Status() : Status(far.error());
+  auto ready = device.create_event();
+  if (status && !ready) status = ready.error();
+  if (status) {
+    for (const Direction direction : {Direction::kD2H, Direction::kH2D, Direction::kD2H, Direction::kH2D}) {
+      const bool out = direction == Direction::kD2H;
+      const Transfer transfer{out ? far->address : near->address, out ? near->address : far->address,
+                              kProbeSize};
+      auto copy = copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch},
+                                 {&transfer, 1});
+      status = copy ? copy->synchronize() : Status(copy.error());
+      if (!status) break;
+      const auto seconds = copies->seconds(*copy);
+      if (seconds && *seconds > 0) (out ? d2h_rate : h2d_rate) = rate(*seconds);
+    }
+  }
+  if (status) two_way_rate = measure_two_ways(*near, *far, *ready);
+  if (ready) device.destroy_event(*ready);
+  if (far) (void)ddr->free(*far);
+  (void)hbm->free(compute, *near);
+  return status;
+}
+
+// Both directions at once, bytes a second together: they share the host's memory and the link's protocol. The
+// probe's blocks are written and read at one time, and their bytes are nobody's. Zero where it fails.
+double Session::Impl::measure_two_ways(const Block& near, const Block& far, Event ready) const {
+  const Transfer out{far.address, near.address, kProbeSize};
+  const Transfer in{near.address, far.address, kProbeSize};
+  auto leaving =
+      copies->submit({.direction = Direction::kD2H, .after = ready, .reason = CopyReason::kFetch}, {&out, 1});
+  auto coming =
+      copies->submit({.direction = Direction::kH2D, .after = ready, .reason = CopyReason::kFetch}, {&in, 1});
+  const bool left = leaving && leaving->synchronize().ok();
+  const bool came = coming && coming->synchronize().ok();
+  if (!left || !came) return 0;
+  const auto leave_seconds = copies->seconds(*leaving);
+  const auto come_seconds = copies->seconds(*coming);
+  if (!leave_seconds || !come_seconds || *leave_seconds <= 0 || *come_seconds <= 0) return 0;
+  return rate(*leave_seconds) + rate(*come_seconds);
+}
+
+void Session::Impl::measure() {
+  profile->enter(StepProfile::Phase::kEnd, 0, hbm->take_watermark());
+  const bool finished = device.synchronize(compute).ok();
+  if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
+  Snapshot snapshot = profile->summarize(sites);
+  profile.reset();
+  if (!finished || snapshot.layers.size() < layer_sites.size()) {
+    if (measured) make_plan();  // the older measurement is better than none
+    return;
+  }
+  snapshot.hbm_budget =
+      Bytes(static_cast<std::uint64_t>(static_cast<double>(budgets.hbm.count()) * kPlannedShareOfHbm));
+  snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
+  snapshot.ddr_cache_limit = budgets.swapcore_ddr;
+  snapshot.h2d_bytes_per_second = h2d_rate;
+  snapshot.d2h_bytes_per_second = d2h_rate;
+  snapshot.both_bytes_per_second = two_way_rate;
+  for (std::size_t i = 0; measured && i < measured->sites.size() && i < snapshot.sites.size(); ++i)
+    snapshot.sites[i].lateness = measured->sites[i].lateness;
+  measured = std::move(snapshot);
+  make_plan();
+}
+
+void Session::Impl::make_plan() {
+  for (SiteCost& site : measured->sites) site.rule = rule_for(site.site, RulePhase::kForward);
+  plan = solve(*measured, policy);
+  drift.solved_again();
+  late_fetches.assign(sites.size(), 0);
+}
+
+void Session::Impl::begin_timing() {
+  for (std::optional<Event>* event : {&step_events.begun, &step_events.ended}) {
+    if (*event) continue;
+    if (auto created = device.create_event()) *event = *created;
+  }
+  step_events.pending = false;
+  step_events.stalled_before = counters.stall_seconds;
+  step_events.hbm_peak = step_events.ddr_peak = 0_B;
+  if (plan && step_events.begun && step_events.ended)
+    step_events.pending = device.record(compute, *step_events.begun).ok();
+}
+
+void Session::Impl::end_timing() {
+  if (!step_events.pending) return;
+  step_events.pending = device.record(compute, *step_events.ended).ok();
+  step_events.hbm_peak = hbm->take_watermark();
+}
+
+// The last step, if it ran by the plan and its events have completed: nobody waits for them.
+std::optional<Prediction::Measured> Session::Impl::timed_step() {
+  if (!plan || !step_events.pending || !device.completed(*step_events.ended)) return std::nullopt;
+  const auto seconds = device.seconds_between(*step_events.begun, *step_events.ended);
+  if (!seconds) return std::nullopt;
+  collect_waits();
+  return Prediction::Measured{.step_seconds = *seconds,
+                              .stall_seconds = counters.stall_seconds - step_events.stalled_before,
+                              .hbm_peak = step_events.hbm_peak,
+                              .ddr_peak = step_events.ddr_peak};
+}
+
+// A plan is made anew where restores keep coming late, and a step is measured anew where steps take another
+// time than those right after the plan was made.
+void Session::Impl::learn_from_the_last_step() {
+  const auto last = timed_step();
+  if (!last) return;
+  drift.add(last->step_seconds, last->stall_seconds);
+  if (drift.drifted()) {
+    drift.measured_again();
+    plan.reset();
+    profile = std::make_unique<StepProfile>(device, compute);
+  } else if (drift.often_late() && note_late_fetches()) {
+    make_plan();
+  }
+}
+
+// Lateness only ever grows, up to a limit: solving again comes to an end.
+bool Session::Impl::note_late_fetches() {
+  bool any = false;
+  for (SiteCost& site : measured->sites) {
+    int& late = late_fetches[site.site.index];
+    if (late > 0 && site.lateness <= kMostLead) {
+      ++site.lateness;
+      any = true;
+    }
+    late = 0;
+  }
+  return any;
+}
+
+void Session::Impl::forget_timing() {
+  for (std::optional<Event>* event : {&step_events.begun, &step_events.ended}) {
+    if (*event) device.destroy_event(**event);
+    event->reset();
+  }
+  step_events.pending = false;
+}
+
+// Whether a rule begins or has just ended: what it held is the plan's again.
+bool Session::Impl::rules_change() const {
+  const auto& rules = policy.swapcore.rules;
+  return measured && std::any_of(rules.begin(), rules.end(), [this](const Rule& rule) {
+           return rule.first_step == step || rule.last_step + 1 == step;
+         });
+}
+
+std::string Session::plan_summary() const {
+  const Impl& self = *impl_;
+  if (!self.plan) return self.caching() ? "no plan yet: the second step is measured" : "swap core is off";
+  char text[320];
+  const Plan& plan = *self.plan;
+  std::snprintf(
+      text, sizeof text,
+      "%d outputs in HBM (%s), %d in DDR (%s), %d computed again: %.1f of %.1f ms saved, %.1f ms a step "
+      "expected",
+      plan.hbm_sites, format_bytes(plan.hbm_bytes).c_str(), plan.ddr_sites,
+      format_bytes(plan.ddr_bytes).c_str(), plan.recomputed_sites, plan.saved_seconds * 1e3,
+      (plan.saved_seconds + plan.recompute_seconds) * 1e3, plan.prediction.step_seconds * 1e3);
+  return text;
+}
+
+const Plan* Session::plan() const { return impl_->plan ? &*impl_->plan : nullptr; }
+const Snapshot* Session::snapshot() const { return impl_->measured ? &*impl_->measured : nullptr; }
+
+std::optional<Prediction::Error> Session::prediction_error() const {
+  const auto last = impl_->timed_step();
+  if (!last) return std::nullopt;
+  return impl_->plan->prediction.error(*last);
+}
+
+}  // namespace terrace
