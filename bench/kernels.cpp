@@ -30,9 +30,9 @@ struct Family {
 };
 constexpr Family kFamilies[] = {
     {"attention", add_attention_cases}, {"dsa", add_dsa_cases},
-    {"grouped", add_grouped_cases},     {"kda", add_kda_cases},
-    {"loss", add_loss_cases},           {"routing", add_routing_cases},
-    {"rows", add_rows_cases},
+    {"fp8", add_fp8_cases},             {"grouped", add_grouped_cases},
+    {"kda", add_kda_cases},             {"loss", add_loss_cases},
+    {"routing", add_routing_cases},     {"rows", add_rows_cases},
 };
 
 constexpr int kMostSets = 64;
@@ -212,11 +212,22 @@ class Bench final : public KernelBench {
         from_(checked(device.create_event())),
         to_(checked(device.create_event())),
         scratch_(std::make_unique<Scratch>(device)),
-        ops_(checked(trainer::make_ops(device, *scratch_))) {}
+        ops_(checked(trainer::make_ops(device, *scratch_))),
+        beside_(checked(device.create_stream(StreamPriority::kNormal))),
+        forked_(checked(device.create_event())),
+        joined_(checked(device.create_event())),
+        scratch_beside_(std::make_unique<Scratch>(device)),
+        ops_beside_(checked(trainer::make_ops(device, *scratch_beside_))) {}
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
   ~Bench() override {
     (void)device_.synchronize(stream_);
+    (void)device_.synchronize(beside_);
+    ops_beside_.reset();
+    scratch_beside_.reset();
+    device_.destroy_event(forked_);
+    device_.destroy_event(joined_);
+    device_.destroy_stream(beside_);
     ops_.reset();
     scratch_.reset();
     device_.destroy_event(from_);
@@ -228,6 +239,9 @@ class Bench final : public KernelBench {
   Stream stream() const override { return stream_; }
   bool tiny() const override { return device_.info().can.host_kernels; }
   void add(KernelCase each) override { cases_.push_back(std::move(each)); }
+  Beside beside() override { return {*ops_beside_, beside_}; }
+  void fork() override { order(stream_, forked_, beside_); }
+  void join() override { order(beside_, joined_, stream_); }
 
   [[nodiscard]] std::vector<KernelCase> cases_of(const Family& family) {
     cases_.clear();
@@ -239,6 +253,11 @@ class Bench final : public KernelBench {
   void measure(const std::string& name, const KernelCase& each);
 
  private:
+  // What `later` gets from now on comes after what `earlier` has.
+  void order(Stream earlier, Event event, Stream later) {
+    checked(device_.record(earlier, event));
+    checked(device_.wait(later, event));
+  }
   [[nodiscard]] double copy_bytes_per_second();
   [[nodiscard]] double gemm_flops_per_second();
   // Seconds of one launch; set i is launched by launches[i].
@@ -251,6 +270,10 @@ class Bench final : public KernelBench {
   Event from_, to_;
   std::unique_ptr<Scratch> scratch_;
   std::unique_ptr<trainer::Ops> ops_;
+  Stream beside_;
+  Event forked_, joined_;
+  std::unique_ptr<Scratch> scratch_beside_;
+  std::unique_ptr<trainer::Ops> ops_beside_;
   std::vector<KernelCase> cases_;
   Peaks peaks_;
 };
@@ -326,6 +349,7 @@ void Bench::measure_peaks() {
 
 void Bench::measure(const std::string& name, const KernelCase& each) {
   scratch_->reset();
+  scratch_beside_->reset();
   std::vector<std::unique_ptr<ArraySet>> sets;
   std::vector<Launch> launches;
   Bytes together;
@@ -350,7 +374,7 @@ void Bench::measure(const std::string& name, const KernelCase& each) {
   }
   print_row(name, "seconds", seconds, "s", floor);
   if (floor && *floor > 0) print_row(name, "ratio_to_floor", seconds / *floor, "ratio", 1.0);
-  print_row(name, "scratch_bytes", static_cast<double>(scratch_->most().count()), "B", {});
+  print_row(name, "scratch_bytes", static_cast<double>((scratch_->most() + scratch_beside_->most()).count()), "B", {});
 }
 
 // How many cases failed, or that no case has such a name.

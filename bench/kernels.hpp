@@ -89,6 +89,16 @@ class KernelBench {
   // The emulated device: a case takes milliseconds and megabytes at most.
   [[nodiscard]] virtual bool tiny() const = 0;
   virtual void add(KernelCase each) = 0;
+
+  // A second stream, with operators whose scratch is apart. A case that uses it forks first: what is launched
+  // there then comes after all that was launched on stream(); and joins last, the other way round.
+  struct Beside {
+    trainer::Ops& ops;
+    Stream stream;
+  };
+  [[nodiscard]] virtual Beside beside() = 0;
+  virtual void fork() = 0;
+  virtual void join() = 0;
 };
 
 // Row counts of experts, the same numbers as in bench/peers/kernels.py, as ends of ranges: (groups + 1),
@@ -122,6 +132,7 @@ class KernelBench {
 // The families.
 void add_attention_cases(KernelBench& bench);
 void add_dsa_cases(KernelBench& bench);
+void add_fp8_cases(KernelBench& bench);
 void add_grouped_cases(KernelBench& bench);
 void add_kda_cases(KernelBench& bench);
 void add_loss_cases(KernelBench& bench);

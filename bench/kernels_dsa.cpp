@@ -92,17 +92,27 @@ void add_forward(KernelBench& bench, const Size& size) {
              }});
 }
 
-// From the log-sum-exps and the attention that the forward pass wrote, with or without the indexer.
-enum class Indexer : std::uint8_t { kApart, kLearns };
+// From the log-sum-exps and the attention that the forward pass wrote: alone, with the map of keys that
+// another layer's backward pass made, or with the indexer.
+enum class Indexer : std::uint8_t { kApart, kApartSharedMap, kLearns };
+
+const KeyWord* map_keys(KernelBench& bench, CaseArrays& arrays, const Size& size,
+                        const std::int32_t* selected) {
+  const std::int64_t words = size.tokens() * key_map_words(size.shape.length);
+  auto* map = reinterpret_cast<KeyWord*>(arrays.int_output(2 * words));
+  bench.ops().run(bench.stream(), MapKeys{size.shape, selected, map});
+  return map;
+}
 
 void add_backward(KernelBench& bench, const Size& size, Indexer indexer) {
   const DsaShape& s = size.shape;
-  const bool learns = indexer == Indexer::kLearns;
+  const bool learns = indexer == Indexer::kLearns, shared_map = indexer == Indexer::kApartSharedMap;
+  const char* what = learns ? "backward_indexer/" : shared_map ? "backward_shared_map/" : "backward/";
   const double index_products = 3 * 2 * size.pairs() * static_cast<double>(s.index_heads * s.index_width);
-  bench.add({.name = (learns ? "backward_indexer/" : "backward/") + size.name(),
+  bench.add({.name = what + size.name(),
              .flops = size.products(3 * s.key_width + 2 * s.value_width) + (learns ? index_products : 0.0),
              .bytes = 2 * size.array_bytes() + size.list_bytes(),
-             .prepare = [size, learns, &bench](CaseArrays& arrays) -> Launch {
+             .prepare = [size, learns, shared_map, &bench](CaseArrays& arrays) -> Launch {
                const DsaShape& shape = size.shape;
                const std::int64_t tokens = size.tokens(), rows = tokens * shape.heads;
                DsaInputs in = attention_inputs(arrays, size);
@@ -135,7 +145,55 @@ void add_backward(KernelBench& bench, const Size& size, Indexer indexer) {
                  op.d_index_k = out(tokens * shape.index_width);
                  op.d_index_w = out(tokens * shape.index_heads);
                }
+               if (shared_map) op.key_map = map_keys(bench, arrays, size, selected);
                return [op, &bench] { bench.ops().run(bench.stream(), op); };
+             }});
+}
+
+// The map alone: what a layer saves that finds it made.
+void add_map(KernelBench& bench, const Size& size) {
+  const std::int64_t words = size.tokens() * key_map_words(size.shape.length);
+  bench.add({.name = "map_keys/" + size.name(),
+             .bytes = size.list_bytes() + 8 * static_cast<double>(words),
+             .prepare = [size, words, &bench](CaseArrays& arrays) -> Launch {
+               const MapKeys op{size.shape, select(bench, arrays, size),
+                                reinterpret_cast<KeyWord*>(arrays.int_output(2 * words))};
+               return [op, &bench] { bench.ops().run(bench.stream(), op); };
+             }});
+}
+
+// A selection and the scan of a KDA layer that does not depend on it, one after the other and side by side.
+enum class Streams : std::uint8_t { kOne, kTwo };
+
+void add_select_and_kda(KernelBench& bench, const Size& size, const KdaShape& kda, Streams streams) {
+  const bool two = streams == Streams::kTwo;
+  bench.add({.name = (two ? "select_beside_kda/" : "select_then_kda/") + size.name(),
+             .prepare = [size, kda, two, &bench](CaseArrays& arrays) -> Launch {
+               DsaInputs in{};
+               add_index_inputs(arrays, size, in);
+               const DsaSelect choose{size.shape, in, arrays.int_output(size.tokens() * size.shape.slots())};
+               const std::int64_t rows = kda.batch * kda.length * kda.value_heads;
+               const auto draw = [&](std::int64_t count) { return arrays.random(count, Dtype::kBf16); };
+               const Kda scan{kda,
+                              {.q = draw(rows * kda.key_width),
+                               .k = draw(rows * kda.key_width),
+                               .v = draw(rows * kda.value_width),
+                               .gate = arrays.random(rows * kda.key_width, Dtype::kBf16, {1, -3}),
+                               .beta = draw(rows),
+                               .a_log = arrays.floats(kda.value_heads, {.deviation = 0.3}),
+                               .dt_bias = arrays.floats(kda.value_heads * kda.key_width)},
+                              arrays.output(rows * kda.value_width, Dtype::kBf16)};
+               return [choose, scan, two, &bench] {
+                 if (!two) {
+                   bench.ops().run(bench.stream(), choose);
+                   bench.ops().run(bench.stream(), scan);
+                   return;
+                 }
+                 bench.fork();
+                 bench.beside().ops.run(bench.beside().stream, choose);
+                 bench.ops().run(bench.stream(), scan);
+                 bench.join();
+               };
              }});
 }
 
@@ -149,9 +207,14 @@ void add_dsa_cases(KernelBench& bench) {
   for (const Size& size : {latent, plain}) {
     add_forward(bench, size);
     add_backward(bench, size, Indexer::kApart);
+    add_backward(bench, size, Indexer::kApartSharedMap);
   }
   add_backward(bench, latent, Indexer::kLearns);
+  add_map(bench, latent);
   add_select(bench, latent);
+  const KdaShape kda = bench.tiny() ? KdaShape{1, 24, 2, 2, 128, 128} : KdaShape{1, 8192, 96, 96, 128, 128};
+  for (const Streams streams : {Streams::kOne, Streams::kTwo})
+    add_select_and_kda(bench, latent, kda, streams);
   if (!bench.tiny()) add_select(bench, {"latent", {1, 65536, 64, 576, 512, 64, 128, 2048}});
 }
 

@@ -42,6 +42,18 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return text + ")";
 }
 
+// The file's tensor of a name, which must be of that shape.
+const TensorInfo& found(const SafetensorsReader& reader, const std::string& path, const std::string& name,
+                        const std::vector<std::int64_t>& shape) {
+  const TensorInfo* info = reader.find(name);
+  if (info == nullptr) bad_input(path + ": holds no " + name + "; it is of another model");
+  if (info->type != DType::kF32 || info->shape != shape) {
+    bad_input(path + ": " + name + " has shape " + shape_text(info->shape) + ", this model wants " +
+              shape_text(shape) + "; use the configuration it was trained with");
+  }
+  return *info;
+}
+
 // Walks a tensor in pieces of the staging buffer.
 template <typename Piece>
 void in_pieces(Bytes whole, const Piece& piece) {
@@ -67,7 +79,8 @@ void write_checkpoint(const std::string& path, const CheckpointInfo& info,
                              {"steps_done", std::to_string(info.steps_done)},
                              {"seed", std::to_string(info.seed)},
                              {"config", info.config},
-                             {"data_fingerprint", std::to_string(info.data_fingerprint)}};
+                             {"data_fingerprint", std::to_string(info.data_fingerprint)},
+                             {"base_fingerprint", std::to_string(info.base_fingerprint)}};
   std::vector<TensorInfo> header;
   for (const CheckpointTensor& tensor : tensors) {
     header.push_back({.name = tensor.name, .type = DType::kF32, .shape = tensor.shape});
@@ -100,7 +113,8 @@ CheckpointInfo read_checkpoint_info(const std::string& path) {
   return {.steps_done = static_cast<std::int64_t>(*steps),
           .seed = *seed,
           .config = config->second,
-          .data_fingerprint = *data};
+          .data_fingerprint = *data,
+          .base_fingerprint = number_in(metadata, "base_fingerprint").value_or(0)};
 }
 
 void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor>& tensors,
@@ -109,17 +123,26 @@ void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor
   Device& device = session.device();
   const PinnedBuffer staging(device, kStaging);
   for (const CheckpointTensor& tensor : tensors) {
-    const TensorInfo* info = reader.find(tensor.name);
-    if (info == nullptr) bad_input(path + ": holds no " + tensor.name + "; it is of another model");
-    if (info->type != DType::kF32 || info->shape != tensor.shape) {
-      bad_input(path + ": " + tensor.name + " has shape " + shape_text(info->shape) + ", this model wants " +
-                shape_text(tensor.shape) + "; use the configuration it was trained with");
-    }
+    const TensorInfo& info = found(reader, path, tensor.name, tensor.shape);
     auto* to = reinterpret_cast<Address>(tensor.device);
     in_pieces(tensor.bytes(), [&](Bytes at, Bytes size) {
-      require(reader.read(*info, at, staging.as<std::byte>().first(size.count())));
+      require(reader.read(info, at, staging.as<std::byte>().first(size.count())));
       require(device.copy(session.compute(), Direction::kH2D, to + at.count(), staging.address(), size));
       require(device.synchronize(session.compute()));
+    });
+  }
+}
+
+void read_checkpoint_numbers(const std::string& path, const std::vector<CheckpointNumbers>& tensors) {
+  const SafetensorsReader reader = open_checkpoint(path);
+  std::vector<float> piece;
+  for (const CheckpointNumbers& tensor : tensors) {
+    const TensorInfo& info = found(reader, path, tensor.name, tensor.shape);
+    const Bytes whole = CheckpointTensor{.name = {}, .shape = tensor.shape}.bytes();
+    in_pieces(whole, [&](Bytes at, Bytes size) {
+      piece.resize(size.count() / sizeof(float));
+      require(reader.read(info, at, std::as_writable_bytes(std::span(piece))));
+      tensor.take(static_cast<std::int64_t>(at.count() / sizeof(float)), piece);
     });
   }
 }

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,7 @@ struct CheckpointInfo {
   std::uint64_t seed = 0;
   std::string config;  // canonical_text()
   std::uint64_t data_fingerprint = 0;
+  std::uint64_t base_fingerprint = 0;  // of what adapters were put on by --base; 0: on what the seed made
 };
 
 // A tensor on the device that a checkpoint holds.
@@ -37,5 +40,13 @@ void write_checkpoint(const std::string& path, const CheckpointInfo& info,
 // Fills the tensors. Throws Failure (kBadInput) where one is missing or of another shape; then the tensors'
 // contents are not defined.
 void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor>& tensors, Session& session);
+// A tensor whose numbers are handed over in pieces, in order.
+struct CheckpointNumbers {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  std::function<void(std::int64_t first, std::span<const float> numbers)> take;
+};
+// Throws as read_checkpoint does.
+void read_checkpoint_numbers(const std::string& path, const std::vector<CheckpointNumbers>& tensors);
 
 }  // namespace terrace::trainer

@@ -82,6 +82,8 @@ std::vector<Key> keys_of(Config& c) {
       {"dsa", "index_width", Integer{&c.dsa.index_width, 1}},
       {"dsa", "top_k", Integer{&c.dsa.top_k, 1}},
       {"dsa", "index_loss_weight", Real{&c.dsa.index_loss_weight, 0, 1e6}},
+      {"dsa", "select_every", Integer{&c.dsa.select_every, 1}},
+      {"dsa", "warmup_steps", Integer{&c.dsa.warmup_steps, 0}},
       {"moe", "latent", Integer{&c.moe.latent, 1}},
       {"moe", "experts", Integer{&c.moe.experts, 1}},
       {"moe", "top_k", Integer{&c.moe.top_k, 1}},
@@ -93,8 +95,13 @@ std::vector<Key> keys_of(Config& c) {
       {"moe", "balance", Choice{&c.moe.balance, {"sign", "quantile"}}},
       {"moe", "sequence_loss_weight", Real{&c.moe.sequence_loss_weight, 0, 1e3}},
       {"moe", "balance_rate", Real{&c.moe.balance_rate, 0, 1}},
+      {"moe", "capacity", Real{&c.moe.capacity, 0, 1e6}},
+      {"moe", "compute", Choice{&c.moe.compute, {"same", "fp8"}}},
       {"lora", "rank", Integer{&c.lora.rank, 0}},
       {"lora", "targets", Words{&c.lora.targets}},
+      {"images", "patch", Integer{&c.images.patch, 0}},
+      {"images", "size", Integer{&c.images.size, 1}},
+      {"images", "content", Choice{&c.images.content, {"pixels", "blank"}}},
       {"train", "batch", Integer{&c.train.batch, 1}},
       {"train", "length", Integer{&c.train.length, 1}},
       {"train", "micro_batches", Integer{&c.train.micro_batches, 1}},
@@ -163,9 +170,10 @@ class Reader {
       const std::string meant = key != keys_.end() ? key->table : nearest(table, tables);
       error(at, "unknown section \"" + table + "\"; did you mean [" + meant + "]?");
     }
-    if (sections_ == Sections::kRun && table != "train" && table != "lora") {
+    if (sections_ == Sections::kRun && table != "train" && table != "lora" && table != "images") {
       error(at,
-            "[" + table + "]: the model comes from its folder; only [train] and [lora] are read beside it");
+            "[" + table +
+                "]: the model comes from its folder; only [train], [lora] and [images] are read beside it");
     }
     if (!node.is_table()) error(at, table + ": write a section, [" + table + "]");
     for (const auto& [name, value] : *node.as_table()) {
@@ -221,12 +229,54 @@ class Reader {
     }
   }
 
+  [[nodiscard]] static toml::source_region place_of(const toml::table& file, const char* table,
+                                                    const char* key) {
+    const auto node = file[table][key];
+    return node ? node.node()->source() : toml::source_region{{1, 1}, {1, 1}, nullptr};
+  }
+
+  void check_images(const toml::table& file) const {
+    const ImagesConfig& images = config_.images;
+    if (images.patch == 0) {
+      if (file["images"] && !file["images"]["patch"]) {
+        error(file["images"].node()->source(), "images.patch: say how many pixels a patch's side has");
+      }
+      return;
+    }
+    const auto at = [&](const char* key) { return place_of(file, "images", key); };
+    if (images.size % images.patch != 0) {
+      error(at("patch"),
+            "images.patch: must divide images.size, " + std::to_string(images.size) + ", evenly");
+    }
+    if (images.tokens() + kShortestCaption > config_.train.length) {
+      error(at("size"), "images.size: an image is " + std::to_string(images.tokens()) +
+                            " tokens, which with a caption must fit into train.length, " +
+                            std::to_string(config_.train.length) + "; use larger patches or sequences");
+    }
+  }
+
+  void check_warm_up(const toml::source_region& at) const {
+    if (config_.dsa.index_loss_weight == 0) {
+      error(at, "dsa.warmup_steps: indexers learn from their loss alone; give it a dsa.index_loss_weight");
+    }
+    if (config_.model.dsa_every > config_.model.layers) {
+      error(at, "dsa.warmup_steps: no layer is sparse; model.dsa_every is at most model.layers, " +
+                    std::to_string(config_.model.layers));
+    }
+    const std::vector<std::string>& targets = config_.lora.targets;
+    const bool learns = config_.lora.rank == 0 ||
+                        std::any_of(targets.begin(), targets.end(),
+                                    [](const std::string& name) { return name.rfind("dsa.index_", 0) == 0; });
+    if (!learns) {
+      error(at,
+            "dsa.warmup_steps: the indexers are frozen; name a matrix of theirs in lora.targets, as "
+            "\"dsa.index_q\"");
+    }
+  }
+
   // What no key can be blamed for alone; the position is that of the key to change.
   void check_whole(const toml::table& file) const {
-    const auto at = [&](const char* table, const char* key) {
-      const auto node = file[table][key];
-      return node ? node.node()->source() : toml::source_region{{1, 1}, {1, 1}, nullptr};
-    };
+    const auto at = [&](const char* table, const char* key) { return place_of(file, table, key); };
     const ModelConfig& model = config_.model;
     const std::int64_t blocks = (model.layers + model.residual_block - 1) / model.residual_block;
     if (model.residual == ResidualKind::kAttnRes && blocks >= kMaxAttnResSources) {
@@ -234,12 +284,17 @@ class Reader {
                                                " blocks of " + std::to_string(model.layers) +
                                                " layers; at most " + std::to_string(kMaxAttnResSources - 1));
     }
+    if (config_.dsa.warmup_steps > 0) check_warm_up(at("dsa", "warmup_steps"));
     if ((config_.lora.rank > 0) == config_.lora.targets.empty()) {
       error(at("lora", "rank"), "lora: a rank and targets go together");
     }
+    check_images(file);
     const MoeConfig& moe = config_.moe;
     if (moe.balance == Balance::kQuantile && moe.top_k >= moe.experts) {
       error(at("moe", "balance"), "moe.balance: \"quantile\" needs more experts than moe.top_k");
+    }
+    if (moe.compute == ExpertCompute::kFp8 && config_.train.compute != Dtype::kBf16) {
+      error(at("moe", "compute"), "moe.compute: \"fp8\" needs train.compute = \"bf16\"");
     }
     if (moe.top_groups > moe.groups) {
       error(at("moe", "top_groups"), "moe.top_groups: at most moe.groups, " + std::to_string(moe.groups));
@@ -294,7 +349,7 @@ Config load_config(const std::string& path) { return parse_config(read_text(path
 
 RunConfig load_run_config(const std::string& path) {
   const Config config = parse(read_text(path), path, Reader::Sections::kRun);
-  return {.train = config.train, .lora = config.lora};
+  return {.train = config.train, .lora = config.lora, .images = config.images};
 }
 
 std::string canonical_text(const Config& config) {
@@ -302,6 +357,7 @@ std::string canonical_text(const Config& config) {
   std::string text;
   for (const Key& key : keys_of(copy)) {
     if (key.numbers == DecidesNumbers::kNo) continue;
+    if (config.images.patch == 0 && std::string_view(key.table) == "images") continue;
     char value[64] = "";
     if (const auto* integer = std::get_if<Integer>(&key.field)) {
       std::snprintf(value, sizeof value, "%lld", static_cast<long long>(*integer->value));

@@ -59,6 +59,8 @@ struct DsaConfig {
   std::int64_t index_width = 16;
   std::int64_t top_k = 32;
   double index_loss_weight = 0.1;  // of the mean over tokens
+  std::int64_t select_every = 1;   // of the sparse layers, the first and every n-th after it select
+  std::int64_t warmup_steps = 0;   // the first steps, in which the indexers alone learn, of all tokens
 };
 // Attention whose keys and values come from a narrow row of each token.
 struct MlaConfig {
@@ -81,6 +83,10 @@ struct GqaConfig {
   std::int64_t head_width = 0;
   double rope_theta = 1e4;
 };
+enum class ExpertCompute : std::uint8_t {
+  kAsModel,  // in train.compute
+  kFp8,      // products and input gradients in 8 bits (ops/fp8.hpp); needs train.compute = "bf16"
+};
 struct MoeConfig {
   std::int64_t latent = 32;
   std::int64_t experts = 8;
@@ -95,11 +101,29 @@ struct MoeConfig {
   Balance balance = Balance::kSign;
   double balance_rate = 1e-3;       // kSign: how far a router bias moves in a step
   double sequence_loss_weight = 0;  // of each sequence's balance loss, in the mean over sequences
+  double capacity = 0;              // of an expert, in even shares of a micro-batch's slots; 0: unlimited
+  ExpertCompute compute = ExpertCompute::kAsModel;
 };
 // Low-rank adapters on a frozen model.
 struct LoraConfig {
   std::int64_t rank = 0;                  // 0: all of the model is trained
   std::vector<std::string> targets = {};  // matrices by their name without the layer's: "kda.q", "moe.fc2"
+};
+// Images in the sequences, each before its caption. A square of pixels is cut into square patches, and each of
+// those is a token.
+enum class ImageContent : std::uint8_t {
+  kPixels,
+  kBlank,  // all of one grey: what a model without eyes reaches on the same captions
+};
+inline constexpr std::int64_t kShortestCaption = 2;  // a byte and a line feed
+struct ImagesConfig {
+  std::int64_t patch = 0;  // pixels of a side; 0: no images
+  std::int64_t size = 32;  // of the image's side, a multiple of patch
+  ImageContent content = ImageContent::kPixels;
+
+  [[nodiscard]] std::int64_t grid() const { return size / patch; }  // patches of a side
+  [[nodiscard]] std::int64_t tokens() const { return grid() * grid(); }
+  [[nodiscard]] std::int64_t numbers() const { return 3 * patch * patch; }  // of a patch: red, green, blue
 };
 struct TrainConfig {
   std::int64_t batch = 2;  // sequences in a micro-batch
@@ -127,10 +151,15 @@ struct Config {
   GqaConfig gqa;
   MoeConfig moe;
   LoraConfig lora;
+  ImagesConfig images;
   TrainConfig train;
 
   [[nodiscard]] std::int64_t tokens() const { return train.batch * train.length; }  // in a micro-batch
   [[nodiscard]] std::int64_t tokens_per_step() const { return tokens() * train.micro_batches; }
+  // Image tokens that a micro-batch has at most. Precondition: there are images.
+  [[nodiscard]] std::int64_t most_image_rows() const {
+    return train.batch * (train.length / (images.tokens() + kShortestCaption)) * images.tokens();
+  }
   [[nodiscard]] LayerKind kind(std::int64_t layer) const {
     if (!model.kinds.empty()) return model.kinds[static_cast<std::size_t>(layer)];
     const bool sparse = layer % model.dsa_every == model.dsa_every - 1;
@@ -147,8 +176,9 @@ struct Config {
 struct RunConfig {
   TrainConfig train;
   LoraConfig lora;
+  ImagesConfig images;
 };
-// [train] and [lora] of a file: another section is an error.
+// [train], [lora] and [images] of a file: another section is an error.
 [[nodiscard]] RunConfig load_run_config(const std::string& path);
 
 // Every key that decides the numbers of a run (not how long it is, nor how activations are kept), one

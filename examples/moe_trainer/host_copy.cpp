@@ -28,17 +28,29 @@ void upload(Session& session, std::span<const std::byte> from, Address device) {
   }
 }
 
-std::vector<float> download(Session& session, const float* device, std::int64_t count) {
-  std::vector<float> to(static_cast<std::size_t>(count));
-  const PinnedBuffer staging(session.device(), Bytes(std::min(kPiece, to.size() * sizeof(float))));
-  constexpr std::size_t kFloats = kPiece / sizeof(float);
-  for (std::size_t at = 0; at < to.size(); at += kFloats) {
-    const Bytes size(std::min(kFloats, to.size() - at) * sizeof(float));
-    require(session.device().copy(session.compute(), Direction::kD2H, staging.address(),
-                                  reinterpret_cast<const std::byte*>(device + at), size));
+namespace {
+
+void download_to(Session& session, const std::byte* device, std::span<std::byte> to) {
+  const PinnedBuffer staging(session.device(), Bytes(std::min(kPiece, to.size())));
+  for (std::size_t at = 0; at < to.size(); at += kPiece) {
+    const Bytes size(std::min(kPiece, to.size() - at));
+    require(session.device().copy(session.compute(), Direction::kD2H, staging.address(), device + at, size));
     require(session.device().synchronize(session.compute()));
     std::memcpy(to.data() + at, staging.address(), size.count());
   }
+}
+
+}  // namespace
+
+std::vector<float> download(Session& session, const float* device, std::int64_t count) {
+  std::vector<float> to(static_cast<std::size_t>(count));
+  download_to(session, reinterpret_cast<const std::byte*>(device), std::as_writable_bytes(std::span(to)));
+  return to;
+}
+
+std::vector<std::byte> download_bytes(Session& session, const std::byte* device, std::size_t size) {
+  std::vector<std::byte> to(size);
+  download_to(session, device, to);
   return to;
 }
 

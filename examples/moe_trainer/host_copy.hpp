@@ -15,5 +15,7 @@ namespace terrace::trainer {
 void upload(Session& session, std::span<const float> from, float* device);
 void upload(Session& session, std::span<const std::byte> from, Address device);
 [[nodiscard]] std::vector<float> download(Session& session, const float* device, std::int64_t count);
+[[nodiscard]] std::vector<std::byte> download_bytes(Session& session, const std::byte* device,
+                                                    std::size_t size);
 
 }  // namespace terrace::trainer

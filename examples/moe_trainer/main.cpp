@@ -13,8 +13,10 @@
 #include <string>
 #include <utility>
 
+#include "examples/moe_trainer/base.hpp"
 #include "examples/moe_trainer/checkpoint.hpp"
 #include "examples/moe_trainer/device_choice.hpp"
+#include "examples/moe_trainer/evaluation.hpp"
 #include "examples/moe_trainer/failure.hpp"
 #include "examples/moe_trainer/families/model_folder.hpp"
 #include "examples/moe_trainer/families/parity.hpp"
@@ -50,27 +52,49 @@ std::unique_ptr<Session> open_session(Device& device, const Settings& settings, 
   return require(Session::open(device, std::move(options)));
 }
 
-void run_step(Trainer& trainer, RunRecord& record) {
+void run_step(Trainer& trainer, Session& session, RunRecord& record) {
+  (void)record.take_peaks(session);
   const auto before = std::chrono::steady_clock::now();
   record.losses.push_back(trainer.step());
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - before;
   record.step_seconds.push_back(taken.count());
+  record.step_peaks.push_back(record.take_peaks(session));
 }
 
-// Steps until done or told to stop, saving on the way.
-void run_steps(Trainer& trainer, const Settings& settings, RunRecord& record) {
+void evaluate(Trainer& trainer, Evaluator* evaluator, RunRecord& record) {
+  if (evaluator == nullptr) return;
+  if (!record.evaluations.empty() && record.evaluations.back().step == trainer.steps_done()) return;
+  record.evaluations.push_back(
+      {.step = trainer.steps_done(), .loss = evaluator->loss(trainer.model(), trainer.ops())});
+}
+
+struct Running {
+  Trainer& trainer;
+  Session& session;
+  Evaluator* evaluator;  // null: nothing is held out
+};
+
+// Steps until done or told to stop, evaluating and saving on the way.
+void run_steps(const Running& running, const Settings& settings, RunRecord& record) {
+  Trainer& trainer = running.trainer;
   const std::int64_t steps = trainer.config().train.steps;
   record.tokens_per_step = trainer.config().tokens_per_step();
   Progress progress(settings.no_progress ? Progress::Show::kNever : Progress::Show::kOnTerminal, steps);
   std::int64_t saved_at = trainer.steps_done();
+  evaluate(trainer, running.evaluator, record);
   while (trainer.steps_done() < steps && stop_signal() == 0) {
-    run_step(trainer, record);
+    run_step(trainer, running.session, record);
+    if (settings.evaluate_every > 0 && trainer.steps_done() % settings.evaluate_every == 0) {
+      evaluate(trainer, running.evaluator, record);
+    }
     progress.update(trainer.steps_done(), record);
     if (settings.save_every > 0 && trainer.steps_done() % settings.save_every == 0) {
       trainer.save(settings.checkpoint);
       saved_at = trainer.steps_done();
     }
   }
+  evaluate(trainer, running.evaluator, record);
+  if (record.base) record.base->fingerprint_after = base_fingerprint(running.session, trainer.model());
   if (!settings.checkpoint.empty() && saved_at != trainer.steps_done()) trainer.save(settings.checkpoint);
   if (!settings.export_to.empty()) trainer.export_model(settings.export_to);
 }
@@ -91,8 +115,14 @@ void print_summary(const Trainer& trainer, const RunRecord& record, const Sessio
       "%ld steps on %s: loss %.4f to %.4f, %.1f ms per step, %.0f tokens per second, HBM peak %s of %s\n",
       static_cast<long>(trainer.steps_done()), session.device().info().name.c_str(),
       static_cast<double>(record.losses.front()), static_cast<double>(record.losses.back()),
-      record.ms_per_step(), record.tokens_per_second(), format_bytes(session.hbm_usage().mapped_peak).c_str(),
+      record.ms_per_step(), record.tokens_per_second(), format_bytes(record.peaks.hbm_mapped).c_str(),
       format_bytes(session.hbm_usage().budget).c_str());
+  if (!record.evaluations.empty()) {
+    const Evaluation& first = record.evaluations.front();
+    const Evaluation& last = record.evaluations.back();
+    std::printf("held-out loss %.4f to %.4f, perplexity %.3f to %.3f\n", first.loss, last.loss,
+                first.perplexity(), last.perplexity());
+  }
   if (!settings.checkpoint.empty()) std::printf("saved to %s\n", settings.checkpoint.c_str());
   if (!settings.export_to.empty()) std::printf("model written to %s\n", settings.export_to.c_str());
 }
@@ -122,7 +152,8 @@ int run(const Settings& settings) {
   if (!settings.model.empty()) folder = ModelFolder::open(settings.model);
   Trainer::Options options{.config = config_of(settings, folder ? &folder->family().config : nullptr),
                            .seed = settings.seed.value_or(1),
-                           .model = folder ? &*folder : nullptr};
+                           .model = folder ? &*folder : nullptr,
+                           .base = settings.base};
   (void)policy_of(settings);
   check_writable(settings.checkpoint);
   check_writable(settings.json);
@@ -134,17 +165,33 @@ int run(const Settings& settings) {
                 " steps already; ask for more with --steps");
     }
   }
-  const Corpus corpus = Corpus::load(settings.data);
-  (void)Sampler(corpus, {.seed = options.seed, .length = options.config.train.length});
+  Corpus corpus;
+  std::unique_ptr<ImageSource> images;
+  if (options.config.images.patch > 0) {
+    images = open_images(settings.images, options.config, options.seed);
+    options.images = images.get();
+  } else {
+    corpus = Corpus::load(settings.data);
+    (void)Sampler(corpus, {.seed = options.seed, .length = options.config.train.length});
+  }
+
+  Corpus held_out;
+  if (!settings.evaluate.empty()) held_out = Corpus::load(settings.evaluate);
 
   const auto device = open_training_device(settings, options.config);
   const ComputeStream compute(*device);
   const auto session = open_session(*device, settings, compute.get());
   Trainer trainer(*session, corpus, options);
   if (!settings.resume.empty()) trainer.resume(settings.resume);
+  std::optional<Evaluator> evaluator;
+  if (!settings.evaluate.empty()) {
+    evaluator.emplace(*session, trainer.memory(), trainer.config(), held_out);
+  }
   RunRecord record;
+  if (trainer.base_fingerprint() != 0) record.base.emplace().fingerprint = trainer.base_fingerprint();
   try {
-    run_steps(trainer, settings, record);
+    run_steps({.trainer = trainer, .session = *session, .evaluator = evaluator ? &*evaluator : nullptr},
+              settings, record);
   } catch (...) {
     // What was trained is told even where saving it failed.
     if (!settings.json.empty() && !record.losses.empty()) write_report(settings.json, record, *session);

@@ -22,26 +22,30 @@ double learning_rate_at(const TrainConfig& config, std::int64_t step) {
 Optimizer::Optimizer(const TrainConfig& config, Memory& memory)
     : config_(config), sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)) {}
 
-void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, std::int64_t step) {
+void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, const StepsMade& made) {
   const Stream stream = session.compute();
   require(session.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
   for (const auto& group : groups) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
-  for (const auto& group : groups) {
-    group->step(ops, stream,
-                AdamW{.count = 0,
-                      .parameter = nullptr,
-                      .gradient = nullptr,
-                      .m = nullptr,
-                      .v = nullptr,
-                      .learning_rate = static_cast<float>(learning_rate_at(config_, step)),
-                      .beta1 = static_cast<float>(config_.beta1),
-                      .beta2 = static_cast<float>(config_.beta2),
-                      .eps = static_cast<float>(config_.adam_eps),
-                      .weight_decay = static_cast<float>(config_.weight_decay),
-                      .step = step,
-                      .sum_of_squares = sum_of_squares_.f32(),
-                      .clip_norm = static_cast<float>(config_.clip_norm)});
-  }
+  const double rate = made.model > 0 ? learning_rate_at(config_, made.model) : config_.learning_rate;
+  AdamW update{.count = 0,
+               .parameter = nullptr,
+               .gradient = nullptr,
+               .m = nullptr,
+               .v = nullptr,
+               .learning_rate = static_cast<float>(rate),
+               .beta1 = static_cast<float>(config_.beta1),
+               .beta2 = static_cast<float>(config_.beta2),
+               .eps = static_cast<float>(config_.adam_eps),
+               .weight_decay = static_cast<float>(config_.weight_decay),
+               .step = made.indexers,
+               .sum_of_squares = sum_of_squares_.f32(),
+               .clip_norm = static_cast<float>(config_.clip_norm)};
+  const bool together = made.model == made.indexers;
+  const std::optional<Part> indexers = together ? std::nullopt : std::optional(Part::kIndexer);
+  for (const auto& group : groups) group->step(ops, stream, update, indexers);
+  if (together || made.model == 0) return;
+  update.step = made.model;
+  for (const auto& group : groups) group->step(ops, stream, update, Part::kModel);
 }
 
 }  // namespace terrace::trainer

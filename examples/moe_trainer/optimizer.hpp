@@ -12,11 +12,18 @@ namespace terrace::trainer {
 // at schedule_steps, and stays there.
 [[nodiscard]] double learning_rate_at(const TrainConfig& config, std::int64_t step);
 
+// How many steps each part of a model has made, this one included. The model has made none while its indexers
+// warm up.
+struct StepsMade {
+  std::int64_t model = 0, indexers = 0;
+};
+
 class Optimizer {
  public:
   Optimizer(const TrainConfig& config, Memory& memory);
-  // Steps every group by its gradients; `step` counts from 1.
-  void step(Session& session, Ops& ops, const ParameterGroups& groups, std::int64_t step);
+  // Steps every group by its gradients. The schedule is the model's; indexers that warm up go at the full
+  // rate.
+  void step(Session& session, Ops& ops, const ParameterGroups& groups, const StepsMade& made);
 
  private:
   const TrainConfig& config_;

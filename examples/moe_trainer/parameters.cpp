@@ -33,11 +33,15 @@ float start_value(const Init& init, const CounterRandom& random, std::uint64_t i
 constexpr std::int64_t kStartPiece = std::int64_t{1} << 24;  // numbers made on the host at a time
 constexpr std::size_t kStartShare = std::size_t{1} << 16;    // the least that is worth a thread
 
+void put(float x, float& to) { to = x; }
+void put(float x, Bf16& to) { to = to_bf16(x); }
+
 // to[i] gets number first + i. Each depends on its place alone, so threads share the work as they like.
-void fill_start(const Init& init, const CounterRandom& random, std::int64_t first, std::span<float> to) {
+template <typename Number>
+void fill_start(const Init& init, const CounterRandom& random, std::int64_t first, std::span<Number> to) {
   const auto fill = [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
-      to[i] = start_value(init, random, static_cast<std::uint64_t>(first) + i);
+      put(start_value(init, random, static_cast<std::uint64_t>(first) + i), to[i]);
     }
   };
   const std::size_t most = std::max(1U, std::thread::hardware_concurrency());
@@ -127,13 +131,21 @@ void ParameterGroup::set_pointers(Dtype compute) {
 }
 
 void ParameterGroup::upload_start(Session& session, std::uint64_t seed) {
-  std::vector<float> piece;
+  std::vector<float> numbers;
+  std::vector<Bf16> rounded;
   for (const Parameter& parameter : parameters_) {
     const CounterRandom random({.seed = seed, .stream = parameter.name});
-    for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
-      piece.resize(static_cast<std::size_t>(std::min(kStartPiece, parameter.count() - first)));
-      fill_start(parameter.init, random, first, piece);
-      set_values(session, parameter, first, piece);
+    const auto make = [&](auto& piece, auto* to) {
+      for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
+        piece.resize(static_cast<std::size_t>(std::min(kStartPiece, parameter.count() - first)));
+        fill_start(parameter.init, random, first, std::span(piece));
+        upload(session, std::as_bytes(std::span(piece)), reinterpret_cast<Address>(to + first));
+      }
+    };
+    if (parameter.value != nullptr) {
+      make(numbers, parameter.value);
+    } else {
+      make(rounded, parameter.copy);
     }
   }
 }
@@ -160,7 +172,25 @@ void ParameterGroup::add_sum_of_squares(Ops& ops, Stream stream, float* sum) con
   ops.run(stream, SumOfSquares{.count = trained_, .x = gradients_.f32(), .out = sum});
 }
 
-void ParameterGroup::step(Ops& ops, Stream stream, AdamW update) {
+std::vector<ParameterGroup::Range> ParameterGroup::trained_ranges(Decay decay,
+                                                                  std::optional<Part> only) const {
+  const Range all = decay == Decay::kYes ? Range{0, decayed_} : Range{decayed_, trained_ - decayed_};
+  if (!only) return {all};
+  std::vector<Range> ranges;
+  bool follows = false;  // the parameter before belongs to the last range
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    if (p.training == Training::kNo || p.decay != decay) continue;
+    const std::int64_t count = (p.count() + kAlignment - 1) / kAlignment * kAlignment;
+    const bool wanted = p.part == *only;
+    if (wanted && follows) ranges.back().count += count;
+    if (wanted && !follows) ranges.push_back({offsets_[i], count});
+    follows = wanted;
+  }
+  return ranges;
+}
+
+void ParameterGroup::step(Ops& ops, Stream stream, AdamW update, std::optional<Part> only) {
   const auto run = [&](std::int64_t first, std::int64_t count) {
     if (count == 0) return;
     update.count = count;
@@ -168,12 +198,12 @@ void ParameterGroup::step(Ops& ops, Stream stream, AdamW update) {
     update.gradient = gradients_.f32() + first;
     update.m = m_.f32() + first;
     update.v = v_.f32() + first;
-    update.compute_copy = first < decayed_ ? Out(copies_) : Out();
+    update.compute_copy = copies_ && first < decayed_ ? Out(copies_.as<Bf16>() + first) : Out();
     ops.run(stream, update);
   };
-  run(0, decayed_);
+  for (const Range& range : trained_ranges(Decay::kYes, only)) run(range.first, range.count);
   update.weight_decay = 0;
-  run(decayed_, trained_ - decayed_);
+  for (const Range& range : trained_ranges(Decay::kNo, only)) run(range.first, range.count);
 }
 
 }  // namespace terrace::trainer

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ namespace terrace::trainer {
 
 enum class Decay : std::uint8_t { kYes, kNo };  // matrices, and all else
 enum class Training : std::uint8_t { kYes, kNo };
+enum class Part : std::uint8_t { kModel, kIndexer };  // an indexer may learn while the rest stands still
 enum class Precision : std::uint8_t {
   kCompute,
   kFp32
@@ -52,6 +54,7 @@ struct Parameter {
   Decay decay = Decay::kYes;
   Precision precision = Precision::kCompute;
   Training training = Training::kYes;
+  Part part = Part::kModel;
   float* value = nullptr;     // on the device, shape as above; null where only the copy is kept
   float* gradient = nullptr;  // adds up over the micro-batches of a step; null: frozen
   float* m = nullptr;         // AdamW's moments; null: frozen
@@ -87,9 +90,9 @@ class ParameterGroup {
 
   void clear_gradients(Session& session);
   void add_sum_of_squares(Ops& ops, Stream stream, float* sum) const;
-  // Steps every parameter as `update` says; its pointers, count and, where a parameter has none, its decay
-  // are filled in here.
-  void step(Ops& ops, Stream stream, AdamW update);
+  // Steps every parameter, or those of one part, as `update` says; its pointers, count and, where a parameter
+  // has none, its decay are filled in here.
+  void step(Ops& ops, Stream stream, AdamW update, std::optional<Part> only = std::nullopt);
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] std::deque<Parameter>& parameters() { return parameters_; }
@@ -97,6 +100,12 @@ class ParameterGroup {
 
  private:
   [[nodiscard]] static bool in_frozen_arena(const Parameter& parameter);
+  struct Range {
+    std::int64_t first, count;
+  };
+  // Where in the arenas what is trained and decays, or doesn't, lies: in one piece, unless a part is asked
+  // for.
+  [[nodiscard]] std::vector<Range> trained_ranges(Decay decay, std::optional<Part> only) const;
   void lay_out();
   void set_pointers(Dtype compute);
   void upload_start(Session& session, std::uint64_t seed);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -24,7 +25,91 @@ std::string hex_of(float loss) {
   return text;
 }
 
+std::string hex_of(std::uint64_t fingerprint) {
+  char text[20];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(fingerprint));
+  return text;
+}
+
+// What only some runs have.
+void add_more(nlohmann::ordered_json& report, const RunRecord& record) {
+  if (!record.evaluations.empty()) {
+    auto& all = report["evaluations"] = nlohmann::ordered_json::array();
+    for (const Evaluation& one : record.evaluations) {
+      all.push_back({{"step", one.step}, {"loss", one.loss}, {"perplexity", one.perplexity()}});
+    }
+  }
+  if (record.base) {
+    report["base_fingerprint"] = hex_of(record.base->fingerprint);
+    report["base_fingerprint_after"] = hex_of(record.base->fingerprint_after);
+  }
+}
+
 }  // namespace
+
+MemoryPeaks RunRecord::take_peaks(Session& session) {
+  const PoolUsage hbm = session.hbm_usage();
+  const MemoryPeaks now{hbm.mapped_peak, hbm.live_peak, session.ddr_usage().mapped_peak};
+  peaks.hbm_mapped = std::max(peaks.hbm_mapped, now.hbm_mapped);
+  peaks.hbm_live = std::max(peaks.hbm_live, now.hbm_live);
+  peaks.ddr_mapped = std::max(peaks.ddr_mapped, now.ddr_mapped);
+  session.reset_peaks();
+  return now;
+}
+
+namespace {
+
+nlohmann::ordered_json json_of(const Position& position) {
+  return {{"forward_seconds", position.forward_seconds},
+          {"backward_seconds", position.backward_seconds},
+          {"forward_peak", position.forward_peak.count()},
+          {"backward_peak", position.backward_peak.count()}};
+}
+
+// What a plan is made of, for programs that judge the plan: seconds, bytes, bytes a second.
+nlohmann::ordered_json json_of(const Snapshot& snapshot) {
+  nlohmann::ordered_json json = {{"micro_batches", snapshot.micro_batches},
+                                 {"other_seconds", snapshot.other_seconds},
+                                 {"hbm_budget", snapshot.hbm_budget.count()},
+                                 {"hbm_cache_limit", snapshot.hbm_cache_limit.count()},
+                                 {"ddr_cache_limit", snapshot.ddr_cache_limit.count()},
+                                 {"d2h_bytes_per_second", snapshot.d2h_bytes_per_second},
+                                 {"h2d_bytes_per_second", snapshot.h2d_bytes_per_second},
+                                 {"both_bytes_per_second", snapshot.both_bytes_per_second},
+                                 {"head", json_of(snapshot.head)}};
+  auto& layers = json["layers"] = nlohmann::ordered_json::array();
+  for (const Position& position : snapshot.layers) layers.push_back(json_of(position));
+  auto& sites = json["sites"] = nlohmann::ordered_json::array();
+  for (const SiteCost& site : snapshot.sites) {
+    sites.push_back({{"layer", site.layer},
+                     {"bytes", site.bytes.count()},
+                     {"recompute_seconds", site.recompute_seconds}});
+  }
+  return json;
+}
+
+void add_plan(nlohmann::ordered_json& report, const Session& session) {
+  report["plan"] = session.plan_summary();
+  if (const Plan* plan = session.plan()) {
+    const Prediction& prediction = plan->prediction;
+    report["predicted_ms"] = prediction.step_seconds * 1e3;
+    report["predicted_stall_ms"] = prediction.stall_seconds * 1e3;
+    report["predicted_hbm_peak"] = prediction.hbm_peak.count();
+    report["predicted_ddr_peak"] = prediction.ddr_peak.count();
+    report["link_window_used"] = prediction.link_window_used;
+  }
+  if (const auto error = session.prediction_error()) {
+    report["prediction_error"] = {{"step_share", error->step_share},
+                                  {"stall_seconds", error->stall_seconds},
+                                  {"hbm_bytes", error->hbm_bytes},
+                                  {"ddr_bytes", error->ddr_bytes}};
+  }
+  if (const Snapshot* snapshot = session.snapshot()) report["swapcore_snapshot"] = json_of(*snapshot);
+}
+
+}  // namespace
+
+double Evaluation::perplexity() const { return std::exp(loss); }
 
 double RunRecord::ms_per_step() const {
   const std::size_t skipped = step_seconds.size() > kMeasuringSteps ? kMeasuringSteps : 0;
@@ -51,9 +136,9 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
   report["steps"] = record.losses.size();
   report["ms_per_step"] = record.ms_per_step();
   report["tokens_per_second"] = record.tokens_per_second();
-  report["hbm_peak_bytes"] = hbm.mapped_peak.count();
-  report["hbm_live_peak_bytes"] = hbm.live_peak.count();
-  report["ddr_peak_bytes"] = session.ddr_usage().mapped_peak.count();
+  report["hbm_peak_bytes"] = std::max(record.peaks.hbm_mapped, hbm.mapped_peak).count();
+  report["hbm_live_peak_bytes"] = std::max(record.peaks.hbm_live, hbm.live_peak).count();
+  report["ddr_peak_bytes"] = std::max(record.peaks.ddr_mapped, session.ddr_usage().mapped_peak).count();
   report["cache_hits"] = counters.hits;
   report["cache_misses"] = counters.misses;
   report["cache_late"] = counters.late;
@@ -64,7 +149,16 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
   report["losses"] = record.losses;
   auto& hex = report["losses_hex"] = nlohmann::ordered_json::array();
   for (const float loss : record.losses) hex.push_back(hex_of(loss));
-  report["plan"] = session.plan_summary();
+  auto& by_step = report["by_step"] = nlohmann::ordered_json::array();
+  for (std::size_t i = 0; i < record.losses.size(); ++i) {
+    const MemoryPeaks& peaks = record.step_peaks[i];
+    by_step.push_back({{"ms", record.step_seconds[i] * 1e3},
+                       {"hbm_peak_bytes", peaks.hbm_mapped.count()},
+                       {"hbm_live_peak_bytes", peaks.hbm_live.count()},
+                       {"ddr_peak_bytes", peaks.ddr_mapped.count()}});
+  }
+  add_more(report, record);
+  add_plan(report, session);
 
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << report.dump(1) << '\n';

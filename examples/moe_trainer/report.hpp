@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,11 +10,33 @@
 
 namespace terrace::trainer {
 
+// The most that was held at one time.
+struct MemoryPeaks {
+  Bytes hbm_mapped, hbm_live, ddr_mapped;
+};
+
+// The loss on text that is not trained on, after so many steps.
+struct Evaluation {
+  std::int64_t step = 0;
+  double loss = 0;
+  [[nodiscard]] double perplexity() const;
+};
+
 // The steps of this process, in order.
 struct RunRecord {
   std::vector<float> losses;
   std::vector<double> step_seconds;
+  std::vector<MemoryPeaks> step_peaks;
+  MemoryPeaks peaks;  // of all steps, and of what came before and between them
   std::int64_t tokens_per_step = 0;
+  std::vector<Evaluation> evaluations;
+  struct Base {
+    std::uint64_t fingerprint = 0, fingerprint_after = 0;
+  };
+  std::optional<Base> base;  // where adapters were put on one
+
+  // Takes the session's peaks since the last call into `peaks`, and has them start again. Returns them.
+  MemoryPeaks take_peaks(Session& session);
 
   // The median, without the first two steps, in which the session measures; 0 where no step was run.
   [[nodiscard]] double ms_per_step() const;

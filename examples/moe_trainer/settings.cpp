@@ -41,12 +41,19 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
       "Train this public model: a folder with config.json and its weights; --config gives [train]");
   app.add_option("--export", settings.export_to, "At the end write the model of --model to this folder");
   app.add_option("--data", settings.data, "Text files to train on, UTF-8")->expected(1, -1);
+  app.add_option(
+      "--images", settings.images,
+      "Folder of images, NAME.ppm and NAME.txt (default: made ones, where [images] is configured)");
   app.add_option("--device", settings.device, "auto, cuda or emulated")
       ->check(CLI::IsMember({"auto", "cuda", "emulated"}));
   app.add_option("--hbm", texts.hbm,
                  "Device memory budget: bytes, \"24GiB\" or \"80%\"; overrides the policy");
   app.add_option("--policy", settings.policy, "Policy file (default: TERRACE_POLICY, else the defaults)");
   app.add_option("--steps", settings.steps, "Steps to train, those before a resume included")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--length", settings.length, "Bytes in a sequence (default: the configuration's)")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--batch", settings.batch, "Sequences in a micro-batch (default: the configuration's)")
       ->check(CLI::PositiveNumber);
   app.add_option("--seed", settings.seed, "Of weights and data order (default 1)");
   app.add_option("--json", settings.json, "Write the result here");
@@ -59,6 +66,12 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
   app.add_option("--save-every", settings.save_every, "Steps between checkpoints")
       ->check(CLI::PositiveNumber);
   app.add_option("--resume", settings.resume, "Continue from this checkpoint");
+  app.add_option("--base", settings.base, "Put the adapters of [lora] on the model of this checkpoint");
+  app.add_option("--evaluate", settings.evaluate,
+                 "Text that is not trained on: its loss, at the start, at the end and as --evaluate-every says")
+      ->expected(1, -1);
+  app.add_option("--evaluate-every", settings.evaluate_every, "Steps between evaluations")
+      ->check(CLI::PositiveNumber);
   app.add_option("--emulated-capacity", texts.emulated_capacity,
                  "Memory of an emulated device (default: 4GiB, or what the job needs)");
   app.add_flag("--no-progress", settings.no_progress, "No progress bar");
@@ -80,6 +93,9 @@ void read(const Texts& texts, Settings& settings) {
   }
   if (settings.save_every > 0 && settings.checkpoint.empty()) {
     bad_input("--save-every: say where with --checkpoint FILE");
+  }
+  if (settings.evaluate_every > 0 && settings.evaluate.empty()) {
+    bad_input("--evaluate-every: name the text with --evaluate FILE");
   }
   if (!texts.hbm.empty()) settings.hbm = amount_of("--hbm", texts.hbm);
   if (!texts.emulated_capacity.empty()) {
@@ -130,9 +146,13 @@ Config config_of(const Settings& settings, const Config* of_model) {
       const RunConfig run = load_run_config(settings.config);
       config.train = run.train;
       config.lora = run.lora;
+      config.images = run.images;
     }
     if (config.lora.rank > 0 && !settings.export_to.empty()) {
       bad_input("--export: adapters are no part of the model's file; keep them with --checkpoint");
+    }
+    if (config.images.patch > 0 && !settings.export_to.empty()) {
+      bad_input("--export: the patch embedder is no part of the model's file; keep it with --checkpoint");
     }
     if (config.model.vocabulary < kByteVocabulary) {
       bad_input(settings.model + ": has a vocabulary of " + std::to_string(config.model.vocabulary) +
@@ -142,7 +162,24 @@ Config config_of(const Settings& settings, const Config* of_model) {
     config = settings.config.empty() ? parse_config(kDefaultConfig, "built-in configuration")
                                      : load_config(settings.config);
   }
+  if (config.images.patch > 0 && !settings.data.empty()) {
+    bad_input("--data: [images] trains on captions alone; leave it out, or name a folder with --images");
+  }
+  if (config.images.patch > 0 && !settings.evaluate.empty()) {
+    bad_input("--evaluate: is of text, and [images] trains on images; leave it out");
+  }
+  if (config.images.patch == 0 && !settings.images.empty()) {
+    bad_input("--images: the configuration has no [images]; add patch and size, as configs/images.toml does");
+  }
+  if (!settings.base.empty() && config.lora.rank == 0) {
+    bad_input("--base: the configuration trains the whole model; add [lora] rank and targets to --config");
+  }
+  if (config.images.patch > 0 && !settings.evaluate.empty()) {
+    bad_input("--evaluate: reads text alone; leave it out where the configuration has [images]");
+  }
   if (settings.steps) config.train.steps = *settings.steps;
+  if (settings.length) config.train.length = *settings.length;
+  if (settings.batch) config.train.batch = *settings.batch;
   if (settings.recompute) config.train.recompute = *settings.recompute;
   return config;
 }

@@ -19,11 +19,12 @@ struct Settings {
   std::string model;      // folder of a public model: to train, or to compare with its reference
   std::string export_to;  // folder to write it to
   std::vector<std::string> data;
+  std::string images;  // folder; empty: made ones, where the configuration asks for images
   std::string device = "auto";
   std::string policy;  // empty: TERRACE_POLICY in the environment, else the defaults
   std::optional<Amount> hbm;
   std::optional<Bytes> emulated_capacity;
-  std::optional<std::int64_t> steps;
+  std::optional<std::int64_t> steps, length, batch;
   std::optional<std::uint64_t> seed;
   std::optional<Recompute> recompute;
   std::optional<SwapMode> swapcore;
@@ -31,6 +32,9 @@ struct Settings {
   std::string checkpoint;
   std::string resume;
   std::int64_t save_every = 0;
+  std::string base;                   // checkpoint of the frozen model under adapters
+  std::vector<std::string> evaluate;  // text that is not trained on
+  std::int64_t evaluate_every = 0;
   bool no_progress = false;
   bool json_to_stdout = false;
 };

@@ -1,8 +1,10 @@
 #include "examples/moe_trainer/trainer.hpp"
 
+#include <algorithm>
 #include <sstream>
 #include <utility>
 
+#include "examples/moe_trainer/base.hpp"
 #include "examples/moe_trainer/failure.hpp"
 
 namespace terrace::trainer {
@@ -29,18 +31,27 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
     : session_(session),
       options_(std::move(options)),
       corpus_(corpus),
-      sampler_(corpus, {.seed = options_.seed, .length = options_.config.train.length}),
       memory_(session),
       ops_(require(make_ops(session.device(), memory_))),
       model_(std::make_unique<Model>(session, options_.config)) {
+  TERRACE_CHECK((options_.images != nullptr) == (config().images.patch > 0), "images are given as configured");
   model_->allocate(session_, memory_, options_.seed);
   optimizer_.emplace(options_.config.train, memory_);
   tokens_ = memory_.tensor(2, config().tokens_per_step(), Pool::kWeights);
   loss_sum_ = memory_.tensor(1, 1, Pool::kWeights);
   host_tokens_.emplace(session_.device(), tokens_.bytes());
   host_loss_.emplace(session_.device(), loss_sum_.bytes());
+  if (options_.images != nullptr) {
+    images_.emplace(session_, memory_, config(), *options_.images);
+  } else {
+    sampler_.emplace(corpus, Sampler::Options{.seed = options_.seed, .length = config().train.length});
+  }
   model_->refresh_copies(*ops_, session_.compute());
   if (options_.model != nullptr) options_.model->load(session_, *model_, *ops_);
+  if (options_.base.empty()) return;
+  load_base(options_.base, config(), session_, *model_);
+  model_->refresh_copies(*ops_, session_.compute());
+  base_fingerprint_ = terrace::trainer::base_fingerprint(session_, *model_);
 }
 
 // Copies in flight use the host buffers, and launches the operators' scratch.
@@ -53,8 +64,13 @@ void Trainer::upload_batch() {
   const std::span<std::int32_t> ids = host_tokens_->as<std::int32_t>().first(length * sequences);
   const std::span<std::int32_t> labels =
       host_tokens_->as<std::int32_t>().subspan(length * sequences, length * sequences);
-  for (std::size_t i = 0; i < sequences; ++i) {
-    sampler_.draw(first + i, ids.subspan(i * length, length), labels.subspan(i * length, length));
+  if (images_) {
+    counted_ = images_->draw(first, {.ids = ids, .labels = labels});
+  } else {
+    for (std::size_t i = 0; i < sequences; ++i) {
+      sampler_->draw(first + i, ids.subspan(i * length, length), labels.subspan(i * length, length));
+    }
+    counted_ = config().tokens_per_step();
   }
   require(session_.device().copy(session_.compute(), Direction::kH2D, tokens_.block->address,
                                  host_tokens_->address(), tokens_.bytes()));
@@ -62,11 +78,15 @@ void Trainer::upload_batch() {
 
 MicroBatch Trainer::micro_batch(std::uint32_t index) const {
   const auto* ids = tokens_.as<const std::int32_t>() + index * config().tokens();
-  return {.ids = ids, .labels = ids + config().tokens_per_step(), .counted = config().tokens_per_step()};
+  return {.ids = ids,
+          .labels = ids + config().tokens_per_step(),
+          .counted = counted_,
+          .images = images_ ? images_->micro_batch(index) : ImageBatch{}};
 }
 
 float Trainer::step() {
-  session_.begin_step();
+  const bool warm_up = steps_done_ < config().dsa.warmup_steps;
+  if (!warm_up) session_.begin_step();  // else there is nothing to keep, and nothing to learn for a plan
   upload_batch();
   require(session_.device().fill(session_.compute(), loss_sum_.block->address, 0, loss_sum_.bytes()));
   for (const auto& group : model_->groups()) group->clear_gradients(session_);
@@ -79,10 +99,16 @@ float Trainer::step() {
                     .compute = config().train.compute,
                     .phase = Phase::kForward,
                     .micro_batch = i};
-    model_->train(pass, micro_batch(i), loss_sum_.f32());
+    if (warm_up) {
+      model_->warm_up(pass, micro_batch(i), loss_sum_.f32());
+    } else {
+      model_->train(pass, micro_batch(i), loss_sum_.f32());
+    }
   }
   ++steps_done_;
-  optimizer_->step(session_, *ops_, model_->groups(), steps_done_);
+  const std::int64_t of_model = std::max<std::int64_t>(0, steps_done_ - config().dsa.warmup_steps);
+  optimizer_->step(session_, *ops_, model_->groups(), {.model = of_model, .indexers = steps_done_});
+  if (warm_up) return wait_for_loss();
   model_->balance(*ops_, session_.compute());
   session_.end_step();
   return wait_for_loss();
@@ -94,7 +120,11 @@ float Trainer::wait_for_loss() {
                       loss_sum_.bytes()));
   require(device.synchronize(session_.compute()));
   const double sum = host_loss_->as<float>().front();
-  return static_cast<float>(sum / static_cast<double>(config().tokens_per_step()));
+  return static_cast<float>(sum / static_cast<double>(counted_));
+}
+
+std::uint64_t Trainer::data_fingerprint() const {
+  return options_.images != nullptr ? options_.images->fingerprint() : corpus_.fingerprint();
 }
 
 std::vector<CheckpointTensor> Trainer::checkpoint_tensors() const {
@@ -114,7 +144,8 @@ void Trainer::save(const std::string& path) const {
   const CheckpointInfo info{.steps_done = steps_done_,
                             .seed = options_.seed,
                             .config = canonical_text(config()),
-                            .data_fingerprint = corpus_.fingerprint()};
+                            .data_fingerprint = data_fingerprint(),
+                            .base_fingerprint = base_fingerprint_};
   write_checkpoint(path, info, checkpoint_tensors(), session_);
 }
 
@@ -132,8 +163,14 @@ void Trainer::resume(const std::string& path) {
   if (info.seed != options_.seed) {
     bad_input(path + ": was trained with another seed; use --seed " + std::to_string(info.seed));
   }
-  if (info.data_fingerprint != corpus_.fingerprint()) {
-    bad_input(path + ": was trained on other text; name the same files, in the same order, with --data");
+  if (info.data_fingerprint != data_fingerprint()) {
+    bad_input(path + (images_ ? ": was trained on other images; name the same folder with --images, or none"
+                              : ": was trained on other text; name the same files, in the same order, with "
+                                "--data"));
+  }
+  if (info.base_fingerprint != base_fingerprint_) {
+    bad_input(path + (info.base_fingerprint != 0 ? ": its adapters are of another base; name that one with --base"
+                                                 : ": its adapters were put on no --base; leave it out"));
   }
   read_checkpoint(path, checkpoint_tensors(), session_);
   model_->refresh_copies(*ops_, session_.compute());

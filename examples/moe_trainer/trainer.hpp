@@ -13,6 +13,7 @@
 #include "examples/moe_trainer/config.hpp"
 #include "examples/moe_trainer/data.hpp"
 #include "examples/moe_trainer/families/model_folder.hpp"
+#include "examples/moe_trainer/image_feed.hpp"
 #include "examples/moe_trainer/memory.hpp"
 #include "examples/moe_trainer/model/model.hpp"
 #include "examples/moe_trainer/optimizer.hpp"
@@ -26,6 +27,8 @@ class Trainer {
     std::uint64_t seed = 1;
     const ModelFolder* model =
         nullptr;  // where the weights come from; null: from the seed. Outlives the trainer
+    std::string base = {};  // a checkpoint: the frozen model under adapters; empty: that of seed or model
+    const ImageSource* images = nullptr;  // in the corpus' place where the configuration has [images]; so too
   };
   // Reserves all that lasts: weights, gradients, optimizer state, buffers. Throws OutOfMemory, Failure.
   // Session and corpus outlive the trainer.
@@ -49,6 +52,8 @@ class Trainer {
 
   [[nodiscard]] std::int64_t steps_done() const { return steps_done_; }
   [[nodiscard]] const Config& config() const { return options_.config; }
+  // Of what Options::base put under the adapters, as it was then; 0: nothing was.
+  [[nodiscard]] std::uint64_t base_fingerprint() const { return base_fingerprint_; }
   [[nodiscard]] Model& model() { return *model_; }
   [[nodiscard]] Ops& ops() { return *ops_; }
   [[nodiscard]] Memory& memory() { return memory_; }
@@ -57,12 +62,13 @@ class Trainer {
   void upload_batch();
   [[nodiscard]] MicroBatch micro_batch(std::uint32_t index) const;
   [[nodiscard]] float wait_for_loss();
+  [[nodiscard]] std::uint64_t data_fingerprint() const;
   [[nodiscard]] std::vector<CheckpointTensor> checkpoint_tensors() const;
 
   Session& session_;
   Options options_;
   const Corpus& corpus_;
-  Sampler sampler_;
+  std::optional<Sampler> sampler_;  // of text
   Memory memory_;
   std::unique_ptr<Ops> ops_;
   std::unique_ptr<Model> model_;
@@ -70,7 +76,10 @@ class Trainer {
   Tensor tokens_;  // int32: the ids of each micro-batch, then the labels
   Tensor loss_sum_;
   std::optional<PinnedBuffer> host_tokens_, host_loss_;
+  std::optional<ImageFeed> images_;
+  std::int64_t counted_ = 0;  // labels of the step that count
   std::int64_t steps_done_ = 0;
+  std::uint64_t base_fingerprint_ = 0;
 };
 
 }  // namespace terrace::trainer

@@ -30,6 +30,31 @@ TEST(Recompute, GivesTheBitsOfKeptActivations) {
   EXPECT_EQ(recomputed.session().counters().hits, 0U);
 }
 
+// Which slots are dropped is part of the decision that recomputation replays.
+TEST(Recompute, GivesTheBitsOfKeptActivationsWhereSlotsAreDropped) {
+  Rig exact(tiny(Recompute::kNone, SwapMode::kOff));
+  Rig::Options options = tiny(Recompute::kNone, SwapMode::kOff);
+  options.config.moe.capacity = 0.5;
+  Rig kept(options);
+  options.config.train.recompute = Recompute::kFull;
+  Rig recomputed(options);
+  options.swapcore = SwapMode::kAuto;
+  Rig cached(options);
+  const auto losses = kept.steps(kSteps);
+  EXPECT_EQ(recomputed.steps(kSteps), losses);
+  EXPECT_EQ(cached.steps(kSteps), losses);
+  EXPECT_NE(exact.steps(kSteps), losses);
+}
+
+// Room for every slot: the exact model, to the bit.
+TEST(Capacity, ThatNoExpertExceedsChangesNothing) {
+  Rig::Options options = tiny(Recompute::kNone, SwapMode::kOff);
+  Rig exact(options);
+  options.config.moe.capacity = static_cast<double>(options.config.moe.experts);
+  Rig roomy(options);
+  EXPECT_EQ(roomy.steps(kSteps), exact.steps(kSteps));
+}
+
 TEST(Recompute, GivesTheSameBitsTwice) {
   Rig first(tiny(Recompute::kNone, SwapMode::kOff));
   Rig second(tiny(Recompute::kNone, SwapMode::kOff));

@@ -1,4 +1,5 @@
 #include <functional>
+#include <numeric>
 
 #include "tests/trainer/ops_fixture.hpp"
 
@@ -272,9 +273,10 @@ TEST_P(DsaOps, PackedSequencesSeeTheirOwnTokens) {
 TEST_P(DsaOps, SelectsTheBestAscending) {
   for (const Dtype type : kBothTypes) {
     for (const DsaShape& s : kShapes) check_selection(s, inputs(s, 40, type), type);
-    for (const DsaShape& s :
-         {DsaShape{1, 1, 1, 8, 8, 64, 128, 4}, DsaShape{2, 65, 1, 8, 8, 64, 128, 20},
-          DsaShape{1, 130, 1, 8, 8, 8, 128, 200}, DsaShape{1, 300, 1, 8, 8, 24, 128, 64}}) {
+    for (const DsaShape& s : {DsaShape{1, 1, 1, 8, 8, 64, 128, 4}, DsaShape{2, 65, 1, 8, 8, 64, 128, 20},
+                              DsaShape{1, 130, 1, 8, 8, 8, 128, 200}, DsaShape{1, 300, 1, 8, 8, 24, 128, 64},
+                              DsaShape{2, 201, 1, 8, 8, 8, 128, 50}, DsaShape{1, 203, 1, 8, 8, 16, 128, 50},
+                              DsaShape{1, 195, 1, 8, 8, 32, 128, 50}}) {
       check_selection(s, inputs(s, 45, type), type);
     }
   }
@@ -435,6 +437,137 @@ TEST_P(DsaOps, IndicesComeBackFromTheirShortForm) {
     ops().run(stream(), UnpackIndices{lists, packed, back});
     EXPECT_EQ(bench().ints(back, lists.rows * lists.slots), selected)
         << "slots " << lists.slots << " length " << lists.length;
+  }
+}
+
+// Every position up to each token's own, of its sequence.
+Lists all_causal(const DsaShape& s, const Lists& starts = {}) {
+  Lists lists(static_cast<std::size_t>(s.batch * s.length * s.length), -1);
+  for (std::int64_t token = 0; token < s.batch * s.length; ++token) {
+    const auto t = static_cast<std::int32_t>(token % s.length);
+    std::int32_t start = 0;
+    for (const std::int32_t each : starts) start = each <= t ? each : start;
+    std::iota(lists.begin() + token * s.length, lists.begin() + token * s.length + (t + 1 - start), start);
+  }
+  return lists;
+}
+
+// Shapes without lists: any, and those of the matrix units, in several turns.
+constexpr DsaShape kDenseShapes[] = {{1, 1, 1, 8, 8, 1, 8, 4},
+                                     {2, 37, 3, 12, 20, 2, 10, 100},
+                                     {1, 70, 3, 128, 128, 8, 128, 70},
+                                     {2, 100, 2, 576, 512, 8, 128, 100}};
+
+TEST_P(DsaOps, WithoutListsAllTokensAreLookedAt) {
+  for (const Dtype type : kBothTypes) {
+    for (const DsaShape& s : kDenseShapes) {
+      const oracle::DsaValues in = inputs(s, 160, type, {.own_value = s.key_width != 576});
+      const Lists lists = all_causal(s);
+      check(s, in, lists, type);
+      const DsaInputs on_device = to_device(in, type);
+      const std::int64_t tokens = s.batch * s.length, count = tokens * s.heads * s.value_width;
+      const Out given = output(count, type), none = output(count, type);
+      ops().run(stream(), Dsa{s, on_device, upload(lists), given});
+      ops().run(stream(), Dsa{s, on_device, nullptr, none});
+      expect_same_bits("y", none, given, count);
+      const Values d_y = rounded(random_values(count, 161), type);
+      const DsaBackward a = backward_op(s, on_device, lists, d_y);
+      DsaBackward b = backward_op(s, on_device, lists, d_y);
+      b.selected = nullptr;
+      ops().run(stream(), a);
+      ops().run(stream(), b);
+      expect_same_bits("d_q", b.d_q, a.d_q, tokens * s.heads * s.key_width);
+      expect_same_bits("d_k", b.d_k, a.d_k, tokens * s.key_width);
+      expect_same_bits("d_index_k", b.d_index_k, a.d_index_k, tokens * s.index_width);
+    }
+  }
+}
+
+TEST_P(DsaOps, WithoutListsPackedSequencesSeeTheirOwnTokens) {
+  const Lists starts{0, 7, 7, 8, 40, 90};
+  for (const Dtype type : kBothTypes) {
+    for (const DsaShape& s :
+         {DsaShape{1, 90, 2, 128, 128, 8, 128, 90}, DsaShape{1, 90, 3, 16, 12, 3, 10, 90}}) {
+      oracle::DsaValues in = inputs(s, 165, type);
+      const DsaShape shape = packed(s, in, starts);
+      const Values want = oracle::dsa(shape, in, all_causal(s, starts));
+      const Out y = output(static_cast<std::int64_t>(want.size()), type);
+      ops().run(stream(), Dsa{shape, to_device(in, type), nullptr, y});
+      expect_near("y", y, want, output_tolerance(type));
+    }
+  }
+}
+
+// What a warm-up asks for: attention over all tokens teaches the indexer, and nothing else is computed.
+TEST_P(DsaOps, TheIndexerAloneLearnsFromAllTokens) {
+  for (const Dtype type : kBothTypes) {
+    for (const DsaShape& s : kDenseShapes) {
+      const oracle::DsaValues in = inputs(s, 170, type, {.own_value = s.key_width != 576});
+      const std::int64_t tokens = s.batch * s.length;
+      const Values no_gradient(static_cast<std::size_t>(tokens * s.heads * s.value_width), 0.0);
+      const oracle::DsaGradients want =
+          oracle::dsa_backward(s, in, all_causal(s), no_gradient, static_cast<double>(0.7F));
+      float* lse = output(tokens * s.heads);
+      const DsaInputs on_device = to_device(in, type);
+      ops().run(stream(), Dsa{.shape = s,
+                              .in = on_device,
+                              .selected = nullptr,
+                              .y = output(tokens * s.heads * s.value_width, type),
+                              .lse = lse});
+      for (const float* kept : {static_cast<const float*>(lse), static_cast<const float*>(nullptr)}) {
+        DsaBackward op = backward_op(s, on_device, {}, no_gradient);
+        op.selected = nullptr;
+        op.d_y = nullptr;
+        op.d_q = op.d_k = op.d_v = op.d_gate = nullptr;
+        op.d_sink = nullptr;
+        op.lse = kept;
+        ops().run(stream(), op);
+        const double tolerance = gradient_tolerance(type);
+        expect_near("d_index_q", op.d_index_q, want.index_q, tolerance);
+        expect_near("d_index_k", op.d_index_k, want.index_k, tolerance);
+        expect_near("d_index_w", op.d_index_w, want.index_w, tolerance);
+        expect_near("index_loss", op.index_loss, {want.index_loss}, output_tolerance(type));
+      }
+    }
+  }
+}
+
+// Word by word what the lists say; and a backward pass that is given the map has the bits of one that isn't.
+TEST_P(DsaOps, AMapOfKeysServesTheBackwardPass) {
+  for (const DsaShape& s : {DsaShape{2, 40, 3, 12, 20, 2, 10, 7}, DsaShape{2, 530, 2, 128, 128, 8, 128, 110},
+                            DsaShape{1, 300, 2, 576, 512, 8, 128, 64}, DsaShape{1, 1, 1, 8, 8, 1, 8, 1}}) {
+    const Dtype type = s.key_width >= 128 ? Dtype::kBf16 : Dtype::kF32;
+    const oracle::DsaValues in = inputs(s, 180, type, {.own_value = s.key_width != 576});
+    Lists selected = oracle::dsa_select(s, oracle::dsa_scores(s, in));
+    if (s.length > 20) std::fill_n(selected.begin() + 20 * s.slots(), s.slots(), -1);
+    const std::int64_t tokens = s.batch * s.length, words = key_map_words(s.length);
+    std::int32_t* map = bench().int_output(tokens * words * 2);
+    ops().run(stream(), MapKeys{s, upload(selected), reinterpret_cast<KeyWord*>(map)});
+    const Lists got = bench().ints(map, tokens * words * 2);
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      std::int64_t slot = 0;
+      for (std::int64_t word = 0; word * 32 < s.length; ++word) {
+        const auto at = static_cast<std::size_t>((token * words + word) * 2);
+        ASSERT_EQ(got[at + 1], slot) << "token " << token << " word " << word;
+        std::uint32_t bits = 0;
+        for (; slot < s.slots(); ++slot) {
+          const std::int32_t position = selected[static_cast<std::size_t>(token * s.slots() + slot)];
+          if (position < 0 || position / 32 != word) break;
+          bits |= 1U << (position % 32);
+        }
+        ASSERT_EQ(static_cast<std::uint32_t>(got[at]), bits) << "token " << token << " word " << word;
+      }
+    }
+    const DsaInputs on_device = to_device(in, type);
+    const Values d_y = rounded(random_values(tokens * s.heads * s.value_width, 181), type);
+    const DsaBackward a = backward_op(s, on_device, selected, d_y);
+    DsaBackward b = backward_op(s, on_device, selected, d_y);
+    b.key_map = reinterpret_cast<const KeyWord*>(map);
+    ops().run(stream(), a);
+    ops().run(stream(), b);
+    expect_same_bits("d_k", b.d_k, a.d_k, tokens * s.key_width);
+    expect_same_bits("d_index_k", b.d_index_k, a.d_index_k, tokens * s.index_width);
+    if (a.d_v) expect_same_bits("d_v", b.d_v, a.d_v, tokens * s.value_width);
   }
 }
 

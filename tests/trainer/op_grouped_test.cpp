@@ -27,6 +27,14 @@ std::vector<std::int32_t> few_rows(std::int64_t groups) {
   return counts;
 }
 
+// More tiles than blocks, and sums of many lengths next to one another.
+std::vector<std::int32_t> uneven_groups(std::int64_t groups) {
+  std::vector<std::int32_t> counts;
+  for (std::int64_t e = 0; e < groups; ++e)
+    counts.push_back(static_cast<std::int32_t>(e % 30 == 3 ? 600 + e : e * 37 % 150));
+  return counts;
+}
+
 std::vector<Case> cases() {
   return {{"odd sizes", 37, 21, kUneven},
           {"one column", 1, 1, kUneven},
@@ -162,7 +170,9 @@ TEST_P(GroupedOps, WeightGradient) {
                            {"one tile", 40, 24, kUneven},
                            {"tall groups", 136, 264, kTall, 13},
                            {"wide", 520, 2568, {0, 130, 1, 205}, 13},
-                           {"300 groups of few rows", 72, 136, few_rows(300), 13}};
+                           {"300 groups of few rows", 72, 136, few_rows(300), 13},
+                           {"uneven groups, few columns", 264, 128, uneven_groups(90), 13},
+                           {"uneven groups, few rows of each", 72, 392, uneven_groups(90), 13}};
   for (const Dtype dtype : kBothTypes) {
     for (const Case& each : all) {
       SCOPED_TRACE(::testing::Message() << each.what << ", " << name_of(dtype));

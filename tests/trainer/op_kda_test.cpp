@@ -1,3 +1,6 @@
+#include <cmath>
+#include <limits>
+
 #include "tests/trainer/ops_fixture.hpp"
 
 namespace terrace::trainer {
@@ -200,6 +203,20 @@ TEST_P(KdaOps, NoTokensLeaveTheState) {
   oracle::KdaValues in = inputs(s, 120);
   in.initial_state = random_values(state_count(s), 121);
   check(s, in, random_values(state_count(s), 122), Dtype::kBf16);
+}
+
+// Between kernels rows travel as whole numbers, which cannot say NaN; their factors must.
+TEST_P(KdaOps, Bf16NotANumberIsSeen) {
+  const KdaShape s{1, 130, 1, 1, 128, 128};
+  const oracle::KdaValues in = as_stored(inputs(s, 140), Dtype::kBf16);
+  constexpr std::int64_t kRow = 70;
+  Values d_o = rounded(random_values(s.length * s.value_width, 141), Dtype::kBf16);
+  d_o[kRow * s.value_width + 5] = std::numeric_limits<double>::quiet_NaN();
+  const KdaBackward op = backward_op(s, to_device(in, Dtype::kBf16), d_o, {});
+  ops().run(stream(), op);
+  const Values d_q = download(op.d_q, s.length * s.key_width);
+  for (std::int64_t i = 0; i < s.key_width; ++i) EXPECT_TRUE(std::isnan(d_q[kRow * s.key_width + i]));
+  EXPECT_FALSE(std::isnan(d_q[(kRow + 1) * s.key_width]));
 }
 
 TEST_P(KdaOps, ChunkedBitsRepeat) {

@@ -46,8 +46,12 @@ TEST(Oracle, KdaGradients) {
   }
 }
 
-TEST(Oracle, DsaGradients) {
-  const DsaShape s{2, 7, 2, 4, 3, 2, 4, 3};
+// Of some of the tokens, and of all of them, as in a warm-up.
+class DsaOracle : public ::testing::TestWithParam<std::int64_t> {};
+INSTANTIATE_TEST_SUITE_P(TopK, DsaOracle, ::testing::Values(3, 7));
+
+TEST_P(DsaOracle, Gradients) {
+  const DsaShape s{2, 7, 2, 4, 3, 2, 4, GetParam()};
   const oracle::DsaValues in{.q = random_values(112, 1),
                              .k = random_values(56, 2),
                              .v = random_values(42, 3),

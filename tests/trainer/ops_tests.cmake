@@ -11,12 +11,12 @@ endfunction()
 
 terrace_library(moe_oracle
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/oracle.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_attention.cpp
-          ${CMAKE_CURRENT_LIST_DIR}/oracle_dsa.cpp
+          ${CMAKE_CURRENT_LIST_DIR}/oracle_dsa.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_fp8.cpp
           ${CMAKE_CURRENT_LIST_DIR}/oracle_kda.cpp ${CMAKE_CURRENT_LIST_DIR}/oracle_moe.cpp
           ${CMAKE_CURRENT_LIST_DIR}/oracle_rows.cpp
   LINKS terrace_runtime)
 
-foreach(subject attention attnres conv dsa grouped kda loss matmul moe norm optimizer rotary routing rows)
+foreach(subject attention attnres conv dsa fp8 grouped kda loss matmul moe norm optimizer rotary routing rows)
   terrace_operator_test(op_${subject}_test SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_${subject}_test.cpp)
 endforeach()
 

@@ -125,6 +125,33 @@ TEST_F(TrainerProgram, TrainsAndReports) {
   }
 }
 
+TEST_F(TrainerProgram, TellsThePeaksOfEachStep) {
+  const Ended ended = run(tiny({"--steps", "4", "--json", file("run.json"), "--recompute", "full"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json json = result("run.json");
+  ASSERT_EQ(json["by_step"].size(), 4U);
+  for (const nlohmann::json& step : json["by_step"]) {
+    EXPECT_GT(step["ms"].get<double>(), 0);
+    EXPECT_GT(step["hbm_live_peak_bytes"].get<std::int64_t>(), 0);
+    EXPECT_GE(step["hbm_peak_bytes"], step["hbm_live_peak_bytes"]);
+    EXPECT_LE(step["hbm_peak_bytes"], json["hbm_peak_bytes"]);
+    EXPECT_LE(step["hbm_live_peak_bytes"], json["hbm_live_peak_bytes"]);
+    EXPECT_LE(step["ddr_peak_bytes"], json["ddr_peak_bytes"]);
+  }
+}
+
+TEST_F(TrainerProgram, TakesLengthAndBatchFromTheCommandLine) {
+  const Ended ended =
+      run(tiny({"--steps", "1", "--json", file("run.json"), "--length", "30", "--batch", "3"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json json = result("run.json");
+  const double seconds = json["ms_per_step"].get<double>() / 1e3;
+  EXPECT_NEAR(json["tokens_per_second"].get<double>() * seconds, 30 * 3 * 2, 0.1) << "two micro-batches";
+  expect_refused(tiny({"--length", "0"}), 2, "--length");
+  expect_refused(tiny({"--batch", "many"}), 2, "--batch");
+  expect_refused(tiny({"--length", "1000000"}), 2, "a sequence needs 1000001");
+}
+
 TEST_F(TrainerProgram, RefusesBadInputInOneLine) {
   expect_refused(tiny({"--hbm", "900GiB"}), 2, "device");
   expect_refused(tiny({"--hbm", "many"}), 2, "--hbm");
@@ -176,7 +203,7 @@ TEST_F(TrainerProgram, TrainsAPublicModelAndWritesItBack) {
   expect_refused({"--model", file("model"), "--config",
                   (terrace::test::source_dir() / "examples/moe_trainer/configs/tiny.toml").string(), "--data",
                   file("text.txt")},
-                 2, "only [train] and [lora] are read");
+                 2, "only [train], [lora] and [images] are read");
   expect_refused(tiny({"--export", file("trained")}), 2, "--model");
   expect_refused({"parity", file("model"), "--device", "emulated"}, 2, "reference.safetensors");
   expect_refused({"parity", file("none"), "--json"}, 2, "config.json");
@@ -205,6 +232,24 @@ TEST_F(TrainerProgram, StopsForASignalAndSaves) {
     EXPECT_EQ(run(tiny({"--resume", file("run.safetensors"), "--steps", "1"})).exit_code, 2)
         << "it had done a step";
   }
+}
+
+TEST_F(TrainerProgram, TrainsOnImages) {
+  std::ofstream(folder_ / "images.toml") << "[images]\npatch = 8\nsize = 16\n[train]\nlength = 64\n";
+  const std::vector<std::string> images = {"--config", file("images.toml"), "--device",
+                                           "emulated", "--steps",           "2"};
+  const Ended ended = run(images);
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  std::vector<std::string> with = images;
+  with.insert(with.end(), {"--data", file("text.txt")});
+  expect_refused(with, 2, "--data: [images] trains on captions alone");
+  with = images;
+  with.insert(with.end(), {"--images", folder_.string()});
+  expect_refused(with, 2, "holds no image");
+  with = images;
+  with.insert(with.end(), {"--evaluate", file("text.txt")});
+  expect_refused(with, 2, "--evaluate: is of text");
+  expect_refused(tiny({"--images", folder_.string()}), 2, "--images: the configuration has no [images]");
 }
 
 }  // namespace

@@ -55,10 +55,13 @@ class Rig {
     Config config = small_config();
     std::uint64_t seed = 1;
     std::string text = sample_text(4000);
-    std::string model = {};  // folder of a public model; then only config.train counts
+    std::string model = {};   // folder of a public model; then only config.train and .images count
+    std::string images = {};  // folder of images; empty: made ones, where config.images asks for any
+    std::string base = {};   // checkpoint under adapters
     Bytes capacity = 512_MiB;
     Bytes budget = 256_MiB;
     SwapMode swapcore = SwapMode::kOff;
+    Policy::Checkpoint checkpoint = {};
     double link_bytes_per_second = 200e6;
   };
   explicit Rig(const Options& options) : corpus_(Corpus::from_text(options.text, "sample")) {
@@ -70,6 +73,7 @@ class Rig {
     Session::Options session;
     session.policy.hbm.budget = Amount::of(options.budget);
     session.policy.swapcore.mode = options.swapcore;
+    session.policy.checkpoint = options.checkpoint;
     session.join_daemon = false;
     session.compute = stream_;
     try {
@@ -79,10 +83,16 @@ class Rig {
         folder_ = ModelFolder::open(options.model);
         config = folder_->family().config;
         config.train = options.config.train;
+        config.images = options.config.images;
       }
+      if (config.images.patch > 0) images_ = open_images(options.images, config, options.seed);
       trainer_ = std::make_unique<Trainer>(
           *session_, corpus_,
-          Trainer::Options{.config = config, .seed = options.seed, .model = folder_ ? &*folder_ : nullptr});
+          Trainer::Options{.config = config,
+                           .seed = options.seed,
+                           .model = folder_ ? &*folder_ : nullptr,
+                           .base = options.base,
+                           .images = images_.get()});
     } catch (...) {
       close();
       throw;
@@ -131,6 +141,7 @@ class Rig {
   Stream stream_;
   Bytes free_at_start_;
   std::optional<ModelFolder> folder_;
+  std::unique_ptr<ImageSource> images_;
   std::unique_ptr<Session> session_;
   std::unique_ptr<Trainer> trainer_;
 };

@@ -1,5 +1,8 @@
 // y = W_o(attention over the selected tokens * sigmoid(W_g x)), one key and one value row a token for all
 // heads. The indexer sees x detached: it learns from its own loss, and the model from the language loss only.
+//
+// In a warm-up attention is over all tokens up to each, and the indexer learns from what it looks at, all of
+// it, within the forward pass: nothing waits for a backward one.
 #include "examples/moe_trainer/model/indexer.hpp"
 #include "examples/moe_trainer/model/mixer.hpp"
 
@@ -43,11 +46,17 @@ class DsaMixer : public Mixer {
     s->k = project(pass, k_, x);
     s->v = project(pass, v_, x);
     s->gate = project(pass, gate_, x);
+    const bool warm_up = pass.phase == Phase::kWarmUp;
+    const Tensor lse = warm_up ? pass.floats(x.rows, config_.dsa.heads) : Tensor{};
     s->attended =
         site_output(pass, attention_site_, Reads::kInBackward, x.rows, inner(), [&](const Tensor& y) {
-          pass.ops.run(pass.stream,
-                       Dsa{.shape = shape(), .in = inputs(*s), .selected = s->index.list(), .y = y});
+          pass.ops.run(pass.stream, Dsa{.shape = warm_up ? dense_shape() : shape(),
+                                        .in = inputs(*s),
+                                        .selected = s->index.list(),
+                                        .y = y,
+                                        .lse = warm_up ? lse.f32() : nullptr});
         });
+    if (warm_up) teach(pass, x, *s, lse);
     drop_recomputable(pass, s->q, s->k, s->v, s->gate, s->index.q, s->index.k, s->index.w);
     Tensor y = linear_site(pass, out_site_, Reads::kInBackward, s->attended, out_);
     if (!pass.keeps_activations()) s.reset();
@@ -67,6 +76,7 @@ class DsaMixer : public Mixer {
     Tensor d_v = pass.tensor(x.rows, v_.weight.shape[0]);
     Tensor d_gate = pass.tensor(x.rows, inner());
     Indexer::Gradients d_index = indexer_.gradients(pass, x.rows);
+    BlockRef map = indexer_.key_map(pass, shape(), s.index);
     pass.ops.run(pass.stream, DsaBackward{.shape = shape(),
                                           .in = inputs(s),
                                           .selected = s.index.list(),
@@ -79,7 +89,9 @@ class DsaMixer : public Mixer {
                                           .index_loss_weight = indexer_.loss_weight(),
                                           .d_index_q = d_index.q,
                                           .d_index_k = d_index.k,
-                                          .d_index_w = d_index.w});
+                                          .d_index_w = d_index.w,
+                                          .key_map = words_of(map)});
+    map.reset();
     drop(s.q, s.k, s.v, s.gate, s.index.q, s.index.k, s.index.w, d_attended);
     s.index.selected.reset();
 
@@ -109,6 +121,36 @@ class DsaMixer : public Mixer {
     drop(d_y);
   }
 
+  static const KeyWord* words_of(const BlockRef& map) {
+    return map == nullptr ? nullptr : reinterpret_cast<const KeyWord*>(map->address);
+  }
+
+  // The indexer's gradients from attention over all tokens, which was just computed.
+  void teach(const Pass& pass, const Tensor& x, const DsaSaved& s, const Tensor& lse) const {
+    const Indexer::Gradients d = indexer_.gradients(pass, x.rows);
+    if (!d.q) return;
+    pass.ops.run(pass.stream, DsaBackward{.shape = dense_shape(),
+                                          .in = inputs(s),
+                                          .selected = nullptr,
+                                          .d_y = nullptr,
+                                          .d_q = nullptr,
+                                          .d_k = nullptr,
+                                          .d_v = nullptr,
+                                          .d_gate = nullptr,
+                                          .d_sink = nullptr,
+                                          .index_loss_weight = indexer_.loss_weight(),
+                                          .d_index_q = d.q,
+                                          .d_index_k = d.k,
+                                          .d_index_w = d.w,
+                                          .lse = lse.f32()});
+    indexer_.backward(pass, x, x, s.index, d);
+  }
+
+  [[nodiscard]] DsaShape dense_shape() const {
+    DsaShape dense = shape();
+    dense.top_k = dense.length;
+    return dense;
+  }
   [[nodiscard]] std::int64_t inner() const { return config_.dsa.heads * config_.dsa.value_width; }
   [[nodiscard]] DsaShape shape() const {
     DsaShape shape{.batch = config_.train.batch,

@@ -40,34 +40,65 @@ Tensor narrow(const Pass& pass, const Routing& routing, const Tensor& x, const P
   return low;
 }
 
-void grouped_forward(const Pass& pass, const Routing& routing, const Tensor& x, const Parameter& w,
+// What a product reads: rows, and the same in 8 bits where products are of those.
+struct Rows {
+  Tensor x;
+  QuantisedRows q = {};
+
+  [[nodiscard]] Rows range(std::int64_t first, std::int64_t count) const {
+    return {x.row_range(first, count), q ? q.row_range(first, count) : QuantisedRows{}};
+  }
+};
+Rows rows_for(const Pass& pass, const ExpertMatrix& w, const Tensor& x) {
+  return {x, w.quantised ? quantised(pass, x) : QuantisedRows{}};
+}
+
+void grouped_forward(const Pass& pass, const Routing& routing, const Rows& rows, const ExpertMatrix& matrix,
                      const Tensor& out) {
-  product(pass, routing, x, w, out, Accumulate::kOverwrite);
+  const Parameter& w = matrix.base;
+  if (matrix.quantised) {
+    matrix.quantised.forward(pass, routing.offsets, rows.q, out);
+  } else {
+    product(pass, routing, rows.x, w, out, Accumulate::kOverwrite);
+  }
   if (w.down != nullptr) {
-    product(pass, routing, narrow(pass, routing, x, w), *w.up, out, Accumulate::kAdd);
+    product(pass, routing, narrow(pass, routing, rows.x, w), *w.up, out, Accumulate::kAdd);
   }
 }
 
-void grouped_input_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Parameter& w,
-                            const Tensor& d_x, Accumulate into) {
+// Of one matrix, without its adapter.
+void input_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Parameter& w,
+                    const Tensor& d_x, Accumulate into) {
   GroupedMatmul op = grouped(routing, d_y.rows, w);
   op.a = d_y;
   op.c = d_x;
   op.into = into;
   pass.ops.grouped_input_gradient(pass.stream, op);
+}
+
+Tensor narrow_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Parameter& w) {
+  Tensor d_low = pass.tensor(d_y.rows, w.down->shape[1]);
+  input_gradient(pass, routing, d_y, *w.up, d_low, Accumulate::kOverwrite);
+  return d_low;
+}
+
+void grouped_input_gradient(const Pass& pass, const Routing& routing, const Rows& d_y,
+                            const ExpertMatrix& matrix, const Tensor& d_x, Accumulate into) {
+  const Parameter& w = matrix.base;
+  if (matrix.quantised) {
+    matrix.quantised.input_gradient(pass, routing.offsets, d_y.q, d_x, into);
+  } else {
+    input_gradient(pass, routing, d_y.x, w, d_x, into);
+  }
   if (w.down == nullptr) return;
-  const Tensor d_low = pass.tensor(d_y.rows, w.down->shape[1]);
-  grouped_input_gradient(pass, routing, d_y, *w.up, d_low, Accumulate::kOverwrite);
-  grouped_input_gradient(pass, routing, d_low, *w.down, d_x, Accumulate::kAdd);
+  input_gradient(pass, routing, narrow_gradient(pass, routing, d_y.x, w), *w.down, d_x, Accumulate::kAdd);
 }
 
 void grouped_weight_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Tensor& x,
                              const Parameter& w) {
   if (w.down != nullptr) {
     grouped_weight_gradient(pass, routing, d_y, narrow(pass, routing, x, w), *w.up);
-    const Tensor d_low = pass.tensor(d_y.rows, w.down->shape[1]);
-    grouped_input_gradient(pass, routing, d_y, *w.up, d_low, Accumulate::kOverwrite);
-    grouped_weight_gradient(pass, routing, d_low, x, *w.down);
+    grouped_weight_gradient(pass, routing, narrow_gradient(pass, routing, d_y, w), x, *w.down);
   }
   if (w.gradient == nullptr) return;  // frozen
   pass.ops.run(pass.stream, GroupedWeightGradient{.groups = w.shape[0],
@@ -86,13 +117,21 @@ void grouped_weight_gradient(const Pass& pass, const Routing& routing, const Ten
 Experts::Experts(const LayerScope& scope, std::int64_t width)
     : config_(scope.config),
       width_(width),
-      fc1_gate_(expert_matrix(scope, "moe.fc1_gate", config_.moe.expert_width, width)),
-      fc1_up_(expert_matrix(scope, "moe.fc1_up", config_.moe.expert_width, width)),
-      fc2_(expert_matrix(scope, "moe.fc2", width, config_.moe.expert_width)),
+      fc1_gate_{expert_matrix(scope, "moe.fc1_gate", config_.moe.expert_width, width)},
+      fc1_up_{expert_matrix(scope, "moe.fc1_up", config_.moe.expert_width, width)},
+      fc2_{expert_matrix(scope, "moe.fc2", width, config_.moe.expert_width)},
       fc1_site_(scope.site("moe.fc1", SiteKind::kGmm)),
       fc2_site_(scope.site("moe.fc2", SiteKind::kGmm)) {}
 
-void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) const {
+void Experts::allocate(Memory& memory) {
+  if (config_.moe.compute != ExpertCompute::kFp8) return;
+  for (ExpertMatrix* each : {&fc1_gate_, &fc1_up_, &fc2_}) each->quantised.allocate(memory, each->base);
+}
+
+void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) {
+  for (ExpertMatrix* each : {&fc1_gate_, &fc1_up_, &fc2_}) {
+    if (each->quantised) each->quantised.refresh(pass, each->base);
+  }
   saved.gathered = pass.tensor(rows(), width_);
   pass.ops.run(pass.stream, GatherRows{.rows = rows(),
                                        .width = width_,
@@ -103,13 +142,15 @@ void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved&
   drop(z);
   saved.fc1 = site_output(pass, fc1_site_, Reads::kInBackward, 2 * rows(), config_.moe.expert_width,
                           [&](const Tensor& both) {
-                            grouped_forward(pass, routing, saved.gathered, fc1_gate_, gate_half(both));
-                            grouped_forward(pass, routing, saved.gathered, fc1_up_, up_half(both));
+                            const Rows gathered = rows_for(pass, fc1_gate_, saved.gathered);
+                            grouped_forward(pass, routing, gathered, fc1_gate_, gate_half(both));
+                            grouped_forward(pass, routing, gathered, fc1_up_, up_half(both));
                           });
   drop_recomputable(pass, saved.gathered);
   // The activation is part of the site: only this product reads it in forward.
   saved.fc2 = site_output(pass, fc2_site_, Reads::kInBackward, rows(), width_, [&](const Tensor& out) {
-    grouped_forward(pass, routing, glu(pass, config_.model.activation, saved.fc1), fc2_, out);
+    grouped_forward(pass, routing, rows_for(pass, fc2_, glu(pass, config_.model.activation, saved.fc1)), fc2_,
+                    out);
   });
   drop_recomputable(pass, saved.fc1);
 }
@@ -155,18 +196,17 @@ Tensor Experts::backward(const Pass& pass, const Routing& routing, Saved& saved,
 // Through the gated units; returns the gradient of the gathered rows.
 Tensor Experts::rows_backward(const Pass& pass, const Routing& routing, Saved& saved, Tensor d_fc2) const {
   Tensor act = pass.tensor(rows(), config_.moe.expert_width);  // its gradient, until glu_backward
-  grouped_input_gradient(pass, routing, d_fc2, fc2_, act, Accumulate::kOverwrite);
+  grouped_input_gradient(pass, routing, rows_for(pass, fc2_, d_fc2), fc2_, act, Accumulate::kOverwrite);
   const Tensor d_fc1 = glu_backward(pass, config_.model.activation, saved.fc1, act);
-  grouped_weight_gradient(pass, routing, d_fc2, act, fc2_);
+  grouped_weight_gradient(pass, routing, d_fc2, act, fc2_.base);
   drop(act, d_fc2);
-  const Tensor d_gate = gate_half(d_fc1);
-  const Tensor d_up = up_half(d_fc1);
-  grouped_weight_gradient(pass, routing, d_gate, saved.gathered, fc1_gate_);
-  grouped_weight_gradient(pass, routing, d_up, saved.gathered, fc1_up_);
+  grouped_weight_gradient(pass, routing, gate_half(d_fc1), saved.gathered, fc1_gate_.base);
+  grouped_weight_gradient(pass, routing, up_half(d_fc1), saved.gathered, fc1_up_.base);
   drop(saved.gathered);
   Tensor d_gathered = pass.tensor(rows(), width_);
-  grouped_input_gradient(pass, routing, d_gate, fc1_gate_, d_gathered, Accumulate::kOverwrite);
-  grouped_input_gradient(pass, routing, d_up, fc1_up_, d_gathered, Accumulate::kAdd);
+  const Rows both = rows_for(pass, fc1_gate_, d_fc1);
+  grouped_input_gradient(pass, routing, both.range(0, rows()), fc1_gate_, d_gathered, Accumulate::kOverwrite);
+  grouped_input_gradient(pass, routing, both.range(rows(), rows()), fc1_up_, d_gathered, Accumulate::kAdd);
   return d_gathered;
 }
 

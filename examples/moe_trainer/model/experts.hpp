@@ -1,11 +1,19 @@
 // Gated units, one an expert, over the rows that a routing sends to each: E_e(z) = W2_e glu(W1g_e z, W1u_e
-// z).
+// z). With moe.compute = "fp8" the products with the weights and their input gradients are of 8-bit numbers;
+// weight gradients and adapters are not.
 #pragma once
 
 #include "examples/moe_trainer/model/glu.hpp"
+#include "examples/moe_trainer/model/quantised.hpp"
 #include "examples/moe_trainer/model/router.hpp"
 
 namespace terrace::trainer {
+
+// A stack of matrices, and its 8-bit copies where products are of those.
+struct ExpertMatrix {
+  const Parameter& base;
+  QuantisedWeights quantised = {};
+};
 
 class Experts {
  public:
@@ -15,9 +23,11 @@ class Experts {
   };
   // `width` of z and of the output.
   Experts(const LayerScope& scope, std::int64_t width);
+  // Once, before the first pass.
+  void allocate(Memory& memory);
 
   // Fills saved.fc2, the experts' outputs; z (tokens, width) goes.
-  void forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) const;
+  void forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved);
   // sum over a token's experts of weight * output, (tokens, width). Last reader of fc2 in forward.
   [[nodiscard]] Tensor combine(const Pass& pass, const Routing& routing, Saved& saved) const;
   // Fills d_weight (tokens, top_k) of fp32. Returns d_z.
@@ -31,9 +41,7 @@ class Experts {
 
   const Config& config_;
   std::int64_t width_;
-  const Parameter& fc1_gate_;
-  const Parameter& fc1_up_;
-  const Parameter& fc2_;
+  ExpertMatrix fc1_gate_, fc1_up_, fc2_;
   SiteId fc1_site_, fc2_site_;
 };
 

@@ -1,11 +1,13 @@
-// Chooses the tokens that sparse attention looks at.
+// Chooses the tokens that sparse attention looks at, or takes the choice of an earlier layer.
 //
 //   q = rotary(W_q source)   k = rotary(layernorm(W_k x))   w = W_w x      rotation where it is asked for
 //
 // Its inputs are detached: it learns from its own loss, where that has a weight, and nothing of that loss
-// reaches the model.
+// reaches the model. What it learns is the attention of its own layer; layers that reuse its choice have no
+// indexer and teach it nothing.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "examples/moe_trainer/model/decision.hpp"
@@ -23,10 +25,10 @@ class Indexer {
     double rope_theta = 0;
   };
   struct Saved {
-    Tensor q, k_in, k, w;
-    BlockRef selected;
+    Tensor q, k_in, k, w;  // empty where another layer selects
+    BlockRef selected;     // null in a warm-up: all tokens up to each
     [[nodiscard]] const std::int32_t* list() const {
-      return reinterpret_cast<const std::int32_t*>(selected->address);
+      return selected == nullptr ? nullptr : reinterpret_cast<const std::int32_t*>(selected->address);
     }
   };
   struct Gradients {
@@ -39,6 +41,8 @@ class Indexer {
   void forward(const Pass& pass, const Tensor& x, const Tensor& source, const DsaShape& shape,
                Saved& saved) const;
   static void fill(DsaInputs& in, const Saved& saved);
+  // The choice turned round, for backward. Null where no other layer reads it, or it would take much memory.
+  [[nodiscard]] BlockRef key_map(const Pass& pass, const DsaShape& shape, const Saved& saved) const;
   [[nodiscard]] Gradients gradients(const Pass& pass, std::int64_t tokens) const;
   void backward(const Pass& pass, const Tensor& x, const Tensor& source, const Saved& saved,
                 const Gradients& d) const;
@@ -51,16 +55,25 @@ class Indexer {
     const Parameter& weight;
     SiteId site;
   };
-  [[nodiscard]] Projection projection(const LayerScope& scope, const char* name, std::int64_t out,
-                                      std::int64_t in) const;
+  struct Weights {
+    Projection q, k, w;
+    const Parameter& norm;
+    const Parameter& bias;
+  };
+  [[nodiscard]] std::optional<Weights> declare(const LayerScope& scope) const;
+  [[nodiscard]] bool selects() const { return own_.has_value(); }
+  void score(const Pass& pass, const Tensor& x, const Tensor& source, Saved& saved) const;
+  [[nodiscard]] BlockRef select(const Pass& pass, const DsaShape& shape, const Saved& saved) const;
+  void save(const Pass& pass, const IndexLists& lists, const BlockRef& selected) const;
+  [[nodiscard]] BlockRef load(const Pass& pass, const IndexLists& lists) const;
+  [[nodiscard]] SaveKey key(const Pass& pass) const;
   [[nodiscard]] Tensor rotated(const Pass& pass, Tensor x, std::int64_t heads, RotaryDirection way) const;
 
   const Config& config_;
   Options options_;
   int layer_;
-  Projection q_, k_, w_;
-  const Parameter& norm_;
-  const Parameter& bias_;
+  SharedChoice choice_;
+  std::optional<Weights> own_;  // of a layer that selects
 };
 
 }  // namespace terrace::trainer

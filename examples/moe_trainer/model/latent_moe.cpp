@@ -32,7 +32,10 @@ class LatentMoe final : public Ffn {
         down_site_(scope.site("moe.down", SiteKind::kMatmul)),
         up_site_(scope.site("moe.up", SiteKind::kMatmul)) {}
 
-  void allocate(Memory& memory) override { router_.allocate(memory); }
+  void allocate(Memory& memory) override {
+    router_.allocate(memory);
+    experts_.allocate(memory);
+  }
   void balance(Ops& ops, Stream stream) const override { router_.balance(ops, stream); }
   [[nodiscard]] const Tensor* router_bias() const override { return &router_.bias(); }
 

@@ -54,7 +54,7 @@ void Layer::forward(const Pass& pass, ResidualStream& stream, Saved& saved) {
   if (pass.recompute == Recompute::kFull && stream.sum) {
     require(pass.session.save(save_key(pass, layer_, SaveSlot::kLayerInput), stream.sum.block));
   }
-  stream.sum = run(pass.in(Phase::kForward), stream.sum, saved);
+  stream.sum = run(pass, stream.sum, saved);
 }
 
 void Layer::recompute(const Pass& pass, Saved& saved) {

@@ -32,6 +32,9 @@ Model::Model(Session& session, const Config& config) : config_(config) {
   head_ = &last.declare({.name = "head",
                          .shape = {config.model.vocabulary, hidden},
                          .init = Init::normal(1.0 / static_cast<double>(hidden))});
+  if (config.images.patch > 0) {
+    patches_.emplace(*groups_.emplace_back(std::make_unique<ParameterGroup>("images")), maps_, config);
+  }
   check_targets();
 }
 
@@ -70,6 +73,7 @@ Tensor Model::embed(const Pass& pass, const MicroBatch& batch) const {
                                       .ids = batch.ids,
                                       .table = embedding_->operand(),
                                       .out = x});
+  if (batch.images.rows > 0) patches_->forward(pass, batch.images, x);
   return x;
 }
 
@@ -113,7 +117,9 @@ ResidualStream Model::head(const Pass& pass, const MicroBatch& batch, ResidualSt
   return d;
 }
 
-void Model::train(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
+void Model::train(const Pass& given, const MicroBatch& batch, float* loss_sum) {
+  Selections selections;
+  const Pass pass = given.with(selections);
   std::vector<Layer::Saved> saved(layers_.size());
   ResidualStream stream = run_layers(pass, batch, saved);
   pass.session.enter_head(pass.micro_batch);
@@ -123,6 +129,7 @@ void Model::train(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
     if (pass.recompute == Recompute::kFull) layers_[i]->recompute(pass, saved[i]);
     layers_[i]->backward(pass.in(Phase::kBackward), std::move(saved[i]), d);
   }
+  if (batch.images.rows > 0) patches_->backward(pass.in(Phase::kBackward), batch.images, d.sum);
   if (embedding_->gradient == nullptr) return;
   pass.ops.run(pass.stream, EmbeddingBackward{.tokens = d.sum.rows,
                                               .width = d.sum.width,
@@ -132,7 +139,41 @@ void Model::train(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
                                               .d_table = embedding_->gradient});
 }
 
-Tensor Model::logits(const Pass& pass, const MicroBatch& batch) {
+void Model::warm_up(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
+  forward_alone(pass.in(Phase::kWarmUp), batch, loss_sum);
+}
+
+void Model::evaluate(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
+  forward_alone(pass.in(Phase::kEvaluate), batch, loss_sum);
+}
+
+// Nothing is kept for a backward pass: outside of the session's steps there is none to come.
+void Model::forward_alone(const Pass& given, const MicroBatch& batch, float* loss_sum) {
+  Selections selections;
+  Pass pass = given.with(selections);
+  pass.recompute = Recompute::kNone;
+  ResidualStream stream;
+  stream.sum = embed(pass, batch);
+  for (const auto& layer : layers_) {
+    Layer::Saved saved;
+    layer->forward(pass, stream, saved);
+  }
+  const Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
+  pass.ops.run(pass.stream, LinearCrossEntropy{.tokens = x.rows,
+                                               .width = x.width,
+                                               .vocabulary = config_.model.vocabulary,
+                                               .hidden = norm_.forward(pass, x),
+                                               .weight = head_->operand(),
+                                               .labels = batch.labels,
+                                               .gradient_scale = 0,
+                                               .loss_sum = loss_sum,
+                                               .d_hidden = nullptr,
+                                               .d_weight = nullptr});
+}
+
+Tensor Model::logits(const Pass& given, const MicroBatch& batch) {
+  Selections selections;
+  const Pass pass = given.with(selections);
   std::vector<Layer::Saved> saved(layers_.size());
   const ResidualStream stream = run_layers(pass, batch, saved);
   const Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;

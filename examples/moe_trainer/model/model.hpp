@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "examples/moe_trainer/model/layer.hpp"
+#include "examples/moe_trainer/model/patch_embedder.hpp"
 #include "examples/moe_trainer/parameters.hpp"
 
 namespace terrace::trainer {
@@ -19,6 +20,7 @@ struct MicroBatch {
   const std::int32_t* ids = nullptr;
   const std::int32_t* labels = nullptr;  // of each token, the next one; -100: counts for nothing
   std::int64_t counted = 0;              // labels that count, in the whole step
+  ImageBatch images = {};                // only where the configuration has [images]
 };
 
 // Something a model keeps between steps, on the device.
@@ -40,6 +42,11 @@ class Model {
   // Forward and backward of one micro-batch: adds to the gradients (of the mean loss over the step's counted
   // labels) and to *loss_sum, the sum over them.
   void train(const Pass& pass, const MicroBatch& batch, float* loss_sum);
+  // Forward alone, with attention over all tokens in sparse layers: adds to the gradients of their indexers,
+  // and to no other, and to *loss_sum. Outside of the session's steps.
+  void warm_up(const Pass& pass, const MicroBatch& batch, float* loss_sum);
+  // Adds to *loss_sum, and changes nothing that lasts. Outside of the session's steps.
+  void evaluate(const Pass& pass, const MicroBatch& batch, float* loss_sum);
   // (tokens, vocabulary); between the session's begin_step and end_step.
   [[nodiscard]] Tensor logits(const Pass& pass, const MicroBatch& batch);
   // Moves the routers' biases; once, after a step's micro-batches.
@@ -51,6 +58,7 @@ class Model {
 
  private:
   void check_targets() const;
+  void forward_alone(const Pass& pass, const MicroBatch& batch, float* loss_sum);
   [[nodiscard]] Tensor embed(const Pass& pass, const MicroBatch& batch) const;
   [[nodiscard]] ResidualStream run_layers(const Pass& pass, const MicroBatch& batch,
                                           std::vector<Layer::Saved>& saved) const;
@@ -62,6 +70,7 @@ class Model {
   ParameterGroups groups_;
   const Parameter* embedding_ = nullptr;
   const Parameter* head_ = nullptr;
+  std::optional<PatchEmbedder> patches_;
   Norm norm_;
   std::optional<ResidualMix> mix_;  // before the last norm
   std::vector<std::unique_ptr<Layer>> layers_;

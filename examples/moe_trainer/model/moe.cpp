@@ -28,7 +28,10 @@ class Moe final : public Ffn {
     }
   }
 
-  void allocate(Memory& memory) override { router_.allocate(memory); }
+  void allocate(Memory& memory) override {
+    router_.allocate(memory);
+    experts_.allocate(memory);
+  }
   void balance(Ops& ops, Stream stream) const override { router_.balance(ops, stream); }
   [[nodiscard]] const Tensor* router_bias() const override { return &router_.bias(); }
 

@@ -1,5 +1,6 @@
 #include "examples/moe_trainer/model/router.hpp"
 
+#include <cmath>
 #include <utility>
 
 namespace terrace::trainer {
@@ -19,7 +20,7 @@ Parameter& ExpertRouter::declare_weight(const LayerScope& scope) {
 
 void ExpertRouter::allocate(Memory& memory) {
   bias_ = memory.zeros(1, config_.moe.experts, Pool::kWeights);
-  counts_ = memory.zeros(config_.train.micro_batches, config_.moe.experts + 1, Pool::kWeights);
+  counts_ = memory.zeros(config_.train.micro_batches, config_.moe.experts, Pool::kWeights);
 }
 
 void ExpertRouter::forward(const Pass& pass, const Tensor& x, Saved& saved) {
@@ -45,14 +46,15 @@ void ExpertRouter::choose(const Pass& pass, const Tensor& logits, const Routing&
                                     .expert = routing.expert,
                                     .offsets = routing.offsets,
                                     .row = routing.row,
-                                    .source = routing.source});
-  const Bytes size(static_cast<std::uint64_t>(counts_.width) * sizeof(std::int32_t));
-  require(pass.session.device().copy(pass.stream, Direction::kD2D,
-                                     counts_.block->address + size.count() * pass.micro_batch,
-                                     reinterpret_cast<const std::byte*>(routing.offsets), size));
+                                    .source = routing.source,
+                                    .capacity = slots_kept(),
+                                    .weight = routing.weight,
+                                    .counts = counts_.as<std::int32_t>() +
+                                              static_cast<std::int64_t>(pass.micro_batch) * counts_.width});
   // The step's last choice is made: from here on the bias is the next step's.
   const bool last = pass.micro_batch + 1 == static_cast<std::uint32_t>(config_.train.micro_batches);
-  if (config_.moe.balance != Balance::kQuantile || !last || config_.lora.rank > 0) return;
+  const bool moves = last && pass.phase == Phase::kForward && config_.lora.rank == 0;
+  if (config_.moe.balance != Balance::kQuantile || !moves) return;
   pass.ops.run(pass.stream, QuantileBias{.tokens = config_.tokens(),
                                          .experts = config_.moe.experts,
                                          .top_k = config_.moe.top_k,
@@ -94,8 +96,9 @@ void ExpertRouter::balance(Ops& ops, Stream stream) const {
   for (std::int64_t i = 0; i < config_.train.micro_batches; ++i) {
     ops.run(stream, BalanceBias{.experts = config_.moe.experts,
                                 .gamma = static_cast<float>(rate),
-                                .offsets = counts_.as<const std::int32_t>() + i * counts_.width,
-                                .bias = bias_.f32()});
+                                .offsets = nullptr,
+                                .bias = bias_.f32(),
+                                .counts = counts_.as<const std::int32_t>() + i * counts_.width});
   }
 }
 
@@ -114,6 +117,12 @@ Routing ExpertRouter::routing_over(BlockRef block) const {
 
 Bytes ExpertRouter::routing_bytes() const {
   return Bytes(static_cast<std::uint64_t>(4 * rows() + config_.moe.experts + 1) * sizeof(std::int32_t));
+}
+
+std::int64_t ExpertRouter::slots_kept() const {
+  if (config_.moe.capacity == 0) return 0;
+  const double even = static_cast<double>(rows()) / static_cast<double>(config_.moe.experts);
+  return static_cast<std::int64_t>(std::ceil(config_.moe.capacity * even));
 }
 
 RouterShape ExpertRouter::shape() const {

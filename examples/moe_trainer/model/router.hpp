@@ -1,8 +1,9 @@
 // Which experts a token goes to, and with which weight.
 //
 // Routing is in fp32 whatever the model computes in. Selection is on the scores plus a bias that no gradient
-// reaches: it moves once a step towards equal counts. Every token reaches its experts: no capacity, nothing
-// dropped.
+// reaches: it moves once a step towards equal counts. Where moe.capacity says so, an expert keeps at most
+// ceil(capacity * tokens * top_k / experts) slots of a micro-batch, those of highest weight; a dropped one
+// adds nothing, has no gradient, and still counts for balancing. Otherwise every token reaches its experts.
 #pragma once
 
 #include "examples/moe_trainer/model/decision.hpp"
@@ -43,13 +44,14 @@ class ExpertRouter {
   [[nodiscard]] Routing routing_over(BlockRef block) const;
   [[nodiscard]] Bytes routing_bytes() const;
   [[nodiscard]] RouterShape shape() const;
+  [[nodiscard]] std::int64_t slots_kept() const;  // of one expert; 0: all
 
   const Config& config_;
   int layer_;
   const Parameter& weight_;
   SiteId site_;
   Tensor bias_;
-  Tensor counts_;  // (micro_batches, experts + 1) of int32: each micro-batch's offsets
+  Tensor counts_;  // (micro_batches, experts) of int32: slots that chose each expert, dropped ones too
 };
 
 }  // namespace terrace::trainer

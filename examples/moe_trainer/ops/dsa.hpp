@@ -36,7 +36,7 @@ struct DsaInputs {
 };
 // Chooses the positions: selected (B, T, slots), ascending, padded with -1. Ties go to the lower position.
 // scores (B, T, T), where given, gets the indexer's scores, -inf for positions in the future or of another
-// sequence; without it no more than 256 MiB of scores exist at a time, whatever the length.
+// sequence; without it no more than 256 MiB of scores, or those of 1024 positions, exist at a time.
 struct DsaSelect {
   DsaShape shape;
   DsaInputs in;  // the three of the indexer
@@ -44,7 +44,8 @@ struct DsaSelect {
   float* scores = nullptr;
 };
 // selected: as DsaSelect writes it; ascending, then -1. Padding is neither read nor written through, and a
-// row of padding alone gives zeros.
+// row of padding alone gives zeros. Null, here and in DsaBackward: every position of the token's sequence up
+// to itself, and top_k is at least the length; no more of such lists exists at a time than a few tokens'.
 struct Dsa {
   DsaShape shape;
   DsaInputs in;  // those of the attention
@@ -53,11 +54,26 @@ struct Dsa {
   float* lse = nullptr;     // (B, T, H): log(sum e^a + e^sink), -inf where there is neither; null: not wanted
   Out attention = nullptr;  // (B, T, H, DV): before the gate; null: not wanted
 };
+// 32 keys of a token, as bits, and the slot of the first of them that it chose: how many keys come before.
+struct KeyWord {
+  std::uint32_t bits;
+  std::int32_t before;
+};
+// Of a token; a multiple of 8.
+[[nodiscard]] constexpr std::int64_t key_map_words(std::int64_t length) { return (length + 255) / 256 * 8; }
+// The lists turned round, from keys to slots, for the backward passes of layers that share a selection. Word
+// w of a token speaks of positions 32 w .. 32 w + 31 of its batch row.
+struct MapKeys {
+  DsaShape shape;  // B, T and k count
+  const std::int32_t* selected;
+  KeyWord* words;  // (B, T, key_map_words(T)), aligned to 16 bytes
+};
+
 struct DsaBackward {
   DsaShape shape;
   DsaInputs in;
   const std::int32_t* selected;
-  In d_y;
+  In d_y;  // null, with all outputs up to d_sink: only the indexer learns
   Out d_q;
   Out d_k;        // of both uses of the row where in.v is null
   Out d_v;        // null where in.v is
@@ -73,6 +89,8 @@ struct DsaBackward {
   // What the forward wrote; each is computed again where it is null.
   const float* lse = nullptr;
   In attention = nullptr;
+  // Of `selected`, as MapKeys writes it; null: made anew where it is of use. The bits are the same.
+  const KeyWord* key_map = nullptr;
 };
 
 // Lists of positions in less memory, for what is kept until the backward pass: 16-bit numbers where they do,
@@ -160,6 +178,8 @@ void visit_arrays(DsaBackward& op, Visit&& visit) {
   visit(op.d_index_k, tokens * s.index_width);
   visit(op.d_index_w, tokens * s.index_heads);
 }
+template <typename Visit>
+void visit_arrays(MapKeys&, Visit&&) {}
 template <typename Visit>
 void visit_arrays(PackIndices&, Visit&&) {}
 template <typename Visit>

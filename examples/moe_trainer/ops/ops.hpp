@@ -17,6 +17,7 @@
 #include "examples/moe_trainer/ops/conv.hpp"
 #include "examples/moe_trainer/ops/dsa.hpp"
 #include "examples/moe_trainer/ops/embedding.hpp"
+#include "examples/moe_trainer/ops/fp8.hpp"
 #include "examples/moe_trainer/ops/kda.hpp"
 #include "examples/moe_trainer/ops/linear.hpp"
 #include "examples/moe_trainer/ops/loss.hpp"
@@ -44,11 +45,12 @@ class Ops {
   APPLY(Matmul) APPLY(GroupedWeightGradient) APPLY(RmsNorm) APPLY(RmsNormBackward)                  \
   APPLY(GatedRmsNorm) APPLY(GatedRmsNormBackward) APPLY(LayerNorm) APPLY(LayerNormBackward)         \
   APPLY(CausalConv) APPLY(CausalConvBackward) APPLY(Kda) APPLY(KdaBackward)                         \
-  APPLY(DsaSelect) APPLY(Dsa) APPLY(DsaBackward) APPLY(PackIndices) APPLY(UnpackIndices) APPLY(Router) APPLY(RouterBackward)                \
+  APPLY(DsaSelect) APPLY(Dsa) APPLY(DsaBackward) APPLY(MapKeys) APPLY(PackIndices) APPLY(UnpackIndices) APPLY(Router) APPLY(RouterBackward)                \
   APPLY(Permute) APPLY(GatherRows) APPLY(SumRows) APPLY(SumRowsBackward)                            \
   APPLY(Glu) APPLY(GluBackward) APPLY(GroupedGlu) APPLY(BalanceBias) APPLY(QuantileBias) APPLY(SequenceLoss) APPLY(Add)                    \
   APPLY(Embedding) APPLY(EmbeddingBackward) APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW) \
-  APPLY(Attention) APPLY(AttentionBackward) APPLY(AttnRes) APPLY(AttnResBackward) APPLY(Rotary) APPLY(Convert)
+  APPLY(Attention) APPLY(AttentionBackward) APPLY(AttnRes) APPLY(AttnResBackward) APPLY(Rotary) APPLY(Convert) \
+  APPLY(QuantiseRows) APPLY(QuantiseWeights) APPLY(GroupedMatmulFp8)
 // clang-format on
 #define TERRACE_DECLARE_OP(Op) virtual void run(Stream stream, const Op& op) = 0;
   TERRACE_TRAINER_OPS(TERRACE_DECLARE_OP)

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "examples/moe_trainer/ops/cpu/dsa_token.hpp"
 #include "examples/moe_trainer/ops/cpu/parallel.hpp"
@@ -97,10 +98,21 @@ TokenScratch::TokenScratch(const DsaSizes& sizes, ScratchCursor& cursor)
       panel(cursor.take<float>(std::max({sizes.key, sizes.value, sizes.index}) * kPanel)),
       o(cursor.take<float>(sizes.heads * sizes.value)) {}
 
-Selected selected_of(const DsaShape& shape, const std::int32_t* selected, std::int64_t token) {
-  const std::int32_t* list = selected + token * shape.slots();
+ChosenLists::ChosenLists(const DsaShape& shape, const std::int32_t* selected, ScratchCursor& cursor)
+    : shape_(shape), selected_(selected) {
+  if (selected != nullptr) return;
+  every_ = cursor.take<std::int32_t>(shape.length);
+  if (every_ != nullptr) std::iota(every_, every_ + shape.length, 0);
+}
+
+Selected ChosenLists::of(std::int64_t token) const {
+  if (selected_ == nullptr) {
+    const std::int64_t t = token % shape_.length, start = sequence_start(shape_.packing, t);
+    return {every_ + start, t + 1 - start};
+  }
+  const std::int32_t* list = selected_ + token * shape_.slots();
   std::int64_t count = 0;
-  while (count < shape.slots() && list[count] >= 0) ++count;
+  while (count < shape_.slots() && list[count] >= 0) ++count;
   return {list, count};
 }
 
@@ -154,22 +166,27 @@ void probabilities(const DsaShape& shape, const DsaSizes& sizes, const DsaInputs
 }
 
 Bytes scratch_bytes(const Dsa& op) {
-  return Bytes(worker_bytes(DsaSizes(op.shape))) * static_cast<std::uint64_t>(worker_count());
+  ScratchCursor cursor(nullptr);
+  const ChosenLists unused(op.shape, op.selected, cursor);
+  return cursor.used() + Bytes(worker_bytes(DsaSizes(op.shape))) * static_cast<std::uint64_t>(worker_count());
 }
 
 void compute(const Dsa& op, std::byte* scratch) {
   const DsaShape& shape = op.shape;
   const DsaSizes sizes(shape);
   const std::size_t stride = worker_bytes(sizes);
+  ScratchCursor whole(scratch);
+  const ChosenLists lists(shape, op.selected, whole);
+  std::byte* workers = scratch + whole.used().count();
   const std::int64_t row = shape.heads * shape.value_width;
   constexpr std::int64_t kTokens = 8;  // of a task
   const std::int64_t tokens = shape.batch * shape.length;
   parallel_for((tokens + kTokens - 1) / kTokens, [&](std::int64_t task, std::int64_t worker) {
-    ScratchCursor cursor(scratch + static_cast<std::size_t>(worker) * stride);
+    ScratchCursor cursor(workers + static_cast<std::size_t>(worker) * stride);
     const TokenScratch work(sizes, cursor);
     auto* p = cursor.take<float>(sizes.heads * sizes.slots);
     for (std::int64_t token = task * kTokens; token < std::min(tokens, (task + 1) * kTokens); ++token) {
-      const Selected chosen = selected_of(shape, op.selected, token);
+      const Selected chosen = lists.of(token);
       probabilities(shape, sizes, op.in, token, chosen, work, p, nullptr,
                     op.lse == nullptr ? nullptr : op.lse + token * shape.heads);
       float* y = op.y + token * row;

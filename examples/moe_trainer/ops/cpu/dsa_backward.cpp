@@ -3,6 +3,7 @@
 // order of the tokens: positions are ascending, so a token's slots inside a range lie together. No atomics,
 // and the sum over tokens has one order whatever the block's size.
 #include <algorithm>
+#include <bit>
 
 #include "examples/moe_trainer/ops/cpu/dsa_index.hpp"
 #include "examples/moe_trainer/ops/cpu/parallel.hpp"
@@ -75,14 +76,14 @@ void through_output_gate(const DsaBackward& op, const DsaSizes& sizes, std::int6
   }
 }
 
-void token_backward(const DsaBackward& op, const DsaSizes& sizes, std::int64_t token,
+void token_backward(const DsaBackward& op, const DsaSizes& sizes, std::int64_t token, const Selected& chosen,
                     const TokenScratch& work, const TokenRecord& record) {
   const DsaShape& shape = op.shape;
-  const Selected chosen = selected_of(shape, op.selected, token);
   const std::int64_t sequence = token / shape.length * shape.length;
   const Rows keys{op.in.k + sequence * shape.key_width, shape.key_width, shape.key_width};
   const Rows values = value_rows(shape, op.in, sequence);
   probabilities(shape, sizes, op.in, token, chosen, work, record.p, record.p_sink, nullptr);
+  if (!op.d_y) return;
   gather_sum({shape.heads, sizes.slots}, record.p, values, chosen, work.o);
   std::fill_n(record.d_o, sizes.heads * sizes.value, 0.0F);
   float* delta = work.q;  // the query is not needed any more
@@ -125,20 +126,33 @@ struct KeyRange {
 
 bool wants_index(const DsaBackward& op) { return op.d_index_q && op.d_index_k && op.d_index_w; }
 
+// The token's first slot at or behind a position.
+std::int64_t slot_from(const DsaBackward& op, std::int64_t token, const Selected& chosen,
+                       std::int64_t position) {
+  if (op.key_map == nullptr) {
+    return std::lower_bound(chosen.position, chosen.position + chosen.count,
+                            static_cast<std::int32_t>(position)) -
+           chosen.position;
+  }
+  const KeyWord word = op.key_map[token * key_map_words(op.shape.length) + position / 32];
+  return word.before + std::popcount(word.bits & ((1U << (position % 32)) - 1U));
+}
+
 // Adds what one token says of the keys in a range.
-void add_to_keys(const DsaBackward& op, const DsaSizes& sizes, std::int64_t token, const KeyRange& range,
-                 const TokenRecord& record) {
+void add_to_keys(const DsaBackward& op, const DsaSizes& sizes, std::int64_t token, const Selected& chosen,
+                 const KeyRange& range, const TokenRecord& record) {
   const DsaShape& shape = op.shape;
-  const Selected chosen = selected_of(shape, op.selected, token);
   const std::int32_t* end = chosen.position + chosen.count;
-  const std::int32_t* at = std::lower_bound(chosen.position, end, static_cast<std::int32_t>(range.begin));
+  const std::int32_t* at = chosen.position + slot_from(op, token, chosen, range.begin);
   const std::int64_t index_row = shape.index_heads * shape.index_width;
   for (; at != end && *at < range.end; ++at) {
     const std::int64_t slot = at - chosen.position, key = range.sequence * shape.length + *at;
-    add_heads({shape.heads, sizes.slots, shape.key_width, shape.key_width}, record.d_a + slot,
-              op.in.q + token * shape.heads * shape.key_width, op.d_k + key * shape.key_width);
-    add_heads({shape.heads, sizes.slots, shape.value_width, sizes.value}, record.p + slot, record.d_o,
-              op.d_v ? op.d_v + key * shape.value_width : op.d_k + key * shape.key_width);
+    if (op.d_y) {
+      add_heads({shape.heads, sizes.slots, shape.key_width, shape.key_width}, record.d_a + slot,
+                op.in.q + token * shape.heads * shape.key_width, op.d_k + key * shape.key_width);
+      add_heads({shape.heads, sizes.slots, shape.value_width, sizes.value}, record.p + slot, record.d_o,
+                op.d_v ? op.d_v + key * shape.value_width : op.d_k + key * shape.key_width);
+    }
     if (!wants_index(op)) continue;
     add_heads({shape.index_heads, sizes.slots, shape.index_width, shape.index_width},
               record.d_products + slot, op.in.index_q + token * index_row,
@@ -146,8 +160,8 @@ void add_to_keys(const DsaBackward& op, const DsaSizes& sizes, std::int64_t toke
   }
 }
 
-void reduce_over_keys(const DsaBackward& op, const Layout& layout, std::int64_t first, std::int64_t last,
-                      std::byte* records) {
+void reduce_over_keys(const DsaBackward& op, const Layout& layout, const ChosenLists& lists,
+                      std::int64_t first, std::int64_t last, std::byte* records) {
   const std::int64_t length = op.shape.length;
   const std::int64_t grain = std::max<std::int64_t>(16, (length + 15) / 16);
   const std::int64_t ranges = (length + grain - 1) / grain, first_sequence = first / length;
@@ -158,14 +172,14 @@ void reduce_over_keys(const DsaBackward& op, const Layout& layout, std::int64_t 
     // A token sees no key after itself.
     const std::int64_t from = std::max(first, range.sequence * length + begin);
     for (std::int64_t token = from; token < std::min(last, (range.sequence + 1) * length); ++token) {
-      add_to_keys(op, layout.sizes, token, range, record_at(layout, records, token - first));
+      add_to_keys(op, layout.sizes, token, lists.of(token), range, record_at(layout, records, token - first));
     }
   });
 }
 
 void zero_key_gradients(const DsaBackward& op) {
   const std::int64_t tokens = op.shape.batch * op.shape.length;
-  std::fill_n(op.d_k.f32(), tokens * op.shape.key_width, 0.0F);
+  if (op.d_k) std::fill_n(op.d_k.f32(), tokens * op.shape.key_width, 0.0F);
   if (op.d_v) std::fill_n(op.d_v.f32(), tokens * op.shape.value_width, 0.0F);
   if (wants_index(op)) std::fill_n(op.d_index_k.f32(), tokens * op.shape.index_width, 0.0F);
 }
@@ -174,15 +188,19 @@ void zero_key_gradients(const DsaBackward& op) {
 
 Bytes scratch_bytes(const DsaBackward& op) {
   const Layout layout(op.shape);
-  return Bytes(layout.record_bytes) * static_cast<std::uint64_t>(layout.block) +
+  ScratchCursor cursor(nullptr);
+  const ChosenLists unused(op.shape, op.selected, cursor);
+  return cursor.used() + Bytes(layout.record_bytes) * static_cast<std::uint64_t>(layout.block) +
          Bytes(layout.worker_bytes) * static_cast<std::uint64_t>(worker_count());
 }
 
 void compute(const DsaBackward& op, std::byte* scratch) {
   const Layout layout(op.shape);
   const std::int64_t tokens = op.shape.batch * op.shape.length, heads = op.shape.heads;
-  std::byte* records = scratch;
-  std::byte* workers = scratch + layout.record_bytes * static_cast<std::size_t>(layout.block);
+  ScratchCursor whole(scratch);
+  const ChosenLists lists(op.shape, op.selected, whole);
+  std::byte* records = scratch + whole.used().count();
+  std::byte* workers = records + layout.record_bytes * static_cast<std::size_t>(layout.block);
   zero_key_gradients(op);
   double loss = 0;
   for (std::int64_t first = 0; first < tokens; first += layout.block) {
@@ -192,17 +210,17 @@ void compute(const DsaBackward& op, std::byte* scratch) {
       const TokenScratch work(layout.sizes, cursor);
       const IndexScratch index_work(layout.sizes, cursor);
       const TokenRecord record = record_at(layout, records, index);
-      token_backward(op, layout.sizes, first + index, work, record);
+      const Selected chosen = lists.of(first + index);
+      token_backward(op, layout.sizes, first + index, chosen, work, record);
       if (!wants_index(op)) return;
-      const Selected chosen = selected_of(op.shape, op.selected, first + index);
       *record.loss = index_backward(op, layout.sizes, first + index, chosen, record.p, index_work, work.panel,
                                     record.d_products);
     });
-    reduce_over_keys(op, layout, first, last, records);
+    reduce_over_keys(op, layout, lists, first, last, records);
     for (std::int64_t token = first; token < last; ++token) {
       const TokenRecord record = record_at(layout, records, token - first);
       if (wants_index(op)) loss += static_cast<double>(*record.loss);
-      if (op.d_sink == nullptr || op.in.sink == nullptr) continue;
+      if (!op.d_y || op.d_sink == nullptr || op.in.sink == nullptr) continue;
       for (std::int64_t h = 0; h < heads; ++h) op.d_sink[h] += record.p_sink[h];
     }
   }

@@ -1,4 +1,4 @@
-// Lists of positions to and from their short forms, a row at a time.
+// Lists of positions to and from their short forms, and turned round, a row at a time.
 #include <algorithm>
 
 #include "examples/moe_trainer/ops/cpu/kernels.hpp"
@@ -43,7 +43,25 @@ void unpack_bits(const std::uint32_t* row, const IndexLists& lists, std::int32_t
   std::fill(out + count, out + lists.slots, -1);
 }
 
+void map_keys(const std::int32_t* row, std::int64_t slots, std::int64_t words, KeyWord* out) {
+  const std::int64_t count = count_of(row, slots);
+  std::int64_t slot = 0;
+  for (std::int64_t word = 0; word < words; ++word) {
+    out[word] = {0, static_cast<std::int32_t>(slot)};
+    for (; slot < count && row[slot] < (word + 1) * 32; ++slot) out[word].bits |= 1U << (row[slot] % 32);
+  }
+}
+
 }  // namespace
+
+void compute(const MapKeys& op, std::byte*) {
+  const std::int64_t slots = op.shape.slots(), words = key_map_words(op.shape.length);
+  parallel_ranges(op.shape.batch * op.shape.length, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      map_keys(op.selected + row * slots, slots, words, op.words + row * words);
+    }
+  });
+}
 
 void compute(const PackIndices& op, std::byte*) {
   const IndexLists& lists = op.lists;

@@ -50,13 +50,6 @@ void make_panels(const DsaSelect& op, const DsaSizes& sizes, float* panels) {
   });
 }
 
-// The position at which the sequence of position t starts.
-std::int64_t sequence_start(const Packing& packing, std::int64_t t) {
-  if (!packing) return 0;
-  const std::int32_t* end = packing.starts + packing.sequences + 1;
-  return *(std::upper_bound(packing.starts, end, static_cast<std::int32_t>(t)) - 1);
-}
-
 // Positions from `from`, rounded down to a panel, to t.
 void score_positions(const DsaSelect& op, const DsaSizes& sizes, const float* panels, std::int64_t token,
                      std::int64_t from, const Workspace& work) {
@@ -121,6 +114,12 @@ void select_token(const DsaSelect& op, const DsaSizes& sizes, const float* panel
 }
 
 }  // namespace
+
+std::int64_t sequence_start(const Packing& packing, std::int64_t t) {
+  if (!packing) return 0;
+  const std::int32_t* end = packing.starts + packing.sequences + 1;
+  return *(std::upper_bound(packing.starts, end, static_cast<std::int32_t>(t)) - 1);
+}
 
 Bytes scratch_bytes(const DsaSelect& op) {
   const DsaSizes sizes(op.shape);

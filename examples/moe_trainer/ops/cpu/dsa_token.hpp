@@ -24,8 +24,21 @@ struct Selected {
   const std::int32_t* position;
   std::int64_t count;
 };
-// The positions before the padding.
-[[nodiscard]] Selected selected_of(const DsaShape& shape, const std::int32_t* selected, std::int64_t token);
+// The lists of an operator: given, or all positions of a token's sequence up to itself.
+class ChosenLists {
+ public:
+  // Takes scratch for the second kind alone, and fills it where the cursor hands out memory.
+  ChosenLists(const DsaShape& shape, const std::int32_t* selected, ScratchCursor& cursor);
+  // The positions before the padding.
+  [[nodiscard]] Selected of(std::int64_t token) const;
+
+ private:
+  const DsaShape& shape_;
+  const std::int32_t* selected_;
+  std::int32_t* every_ = nullptr;  // 0, 1, 2, ...
+};
+// The position at which the sequence of position t starts.
+[[nodiscard]] std::int64_t sequence_start(const Packing& packing, std::int64_t t);
 
 struct Rows {
   const float* at;

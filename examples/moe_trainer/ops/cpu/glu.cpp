@@ -23,46 +23,85 @@ void for_row_vectors(std::int64_t rows, std::int64_t width, Body&& body) {
   });
 }
 
-Vec load_at(In array, std::int64_t at, std::int64_t count) {
-  if (array.dtype() == Dtype::kF32) return load_part(array.as<float>() + at, count);
-  Vec v{};
-  for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) v[i] = to_float(array.as<Bf16>()[at + i]);
-  return v;
-}
-void store_at(Out array, std::int64_t at, Vec v, std::int64_t count) {
-  if (array.dtype() == Dtype::kF32) return store_part(array.as<float>() + at, v, count);
-  for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) array.as<Bf16>()[at + i] = to_bf16(v[i]);
-}
+// Rows of one type, eight elements at a time.
+template <typename T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  static Vec load(const float* at, std::int64_t count) { return load_part(at, count); }
+  static void store(float* at, Vec v, std::int64_t count) { store_part(at, v, count); }
+};
+template <>
+struct Lanes<Bf16> {
+  static Vec load(const Bf16* at, std::int64_t count) {
+    Vec v{};
+    for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) v[i] = to_float(at[i]);
+    return v;
+  }
+  static void store(Bf16* at, Vec v, std::int64_t count) {
+    for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) at[i] = to_bf16(v[i]);
+  }
+};
 
 struct Factors {  // y = gate * up, and the slopes of each
   Vec gate, up, gate_slope, up_slope;
 };
-Factors factors(GluActivation activation, Vec g, Vec u) {
+template <GluActivation Activation>
+inline Factors factors(Vec g, Vec u) {
   const Vec s = sigmoid(g);
-  if (activation == GluActivation::kSwi) return {g * s, u, s + g * s * (1.0F - s), splat(1.0F)};
+  if constexpr (Activation == GluActivation::kSwi) return {g * s, u, s + g * s * (1.0F - s), splat(1.0F)};
   const Vec tg = tanh(g * 0.25F), tu = tanh(u * 0.04F);
   return {4.0F * tg * s, 25.0F * tu, s * (1.0F - tg * tg) + 4.0F * tg * s * (1.0F - s), 1.0F - tu * tu};
+}
+
+// body(the activation as the compiler knows it)
+template <typename Body>
+void with_activation(GluActivation activation, Body&& body) {
+  if (activation == GluActivation::kSwi)
+    return body([](Vec g, Vec u) { return factors<GluActivation::kSwi>(g, u); });
+  body([](Vec g, Vec u) { return factors<GluActivation::kSitu>(g, u); });
+}
+
+template <typename T>
+void forward(const Glu& op) {
+  using Row = Lanes<T>;
+  const T *g = op.g.as<T>(), *u = op.u.as<T>();
+  T* y = op.y.as<T>();
+  with_activation(op.activation, [&](auto activate) {
+    for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
+      const Factors f =
+          activate(Row::load(g + row * op.g_stride + i, n), Row::load(u + row * op.u_stride + i, n));
+      Row::store(y + row * op.width + i, f.gate * f.up, n);
+    });
+  });
+}
+
+template <typename T>
+void backward(const GluBackward& op) {
+  using Row = Lanes<T>;
+  const T *g = op.g.as<T>(), *u = op.u.as<T>(), *d_y = op.d_y.as<T>();
+  T *d_g = op.d_g.as<T>(), *d_u = op.d_u.as<T>();
+  T* y = op.y ? op.y.as<T>() : nullptr;
+  with_activation(op.activation, [&](auto activate) {
+    for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
+      const Factors f =
+          activate(Row::load(g + row * op.g_stride + i, n), Row::load(u + row * op.u_stride + i, n));
+      const Vec d = Row::load(d_y + row * op.width + i, n);
+      Row::store(d_g + row * op.d_g_stride + i, d * f.up * f.gate_slope, n);
+      Row::store(d_u + row * op.d_u_stride + i, d * f.gate * f.up_slope, n);
+      if (y != nullptr) Row::store(y + row * op.width + i, f.gate * f.up, n);
+    });
+  });
 }
 
 }  // namespace
 
 void compute(const Glu& op, std::byte*) {
-  for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
-    const Factors f = factors(op.activation, load_at(op.g, row * op.g_stride + i, n),
-                              load_at(op.u, row * op.u_stride + i, n));
-    store_at(op.y, row * op.width + i, f.gate * f.up, n);
-  });
+  op.y.dtype() == Dtype::kF32 ? forward<float>(op) : forward<Bf16>(op);
 }
 
 void compute(const GluBackward& op, std::byte*) {
-  for_row_vectors(op.rows, op.width, [&](std::int64_t row, std::int64_t i, std::int64_t n) {
-    const Factors f = factors(op.activation, load_at(op.g, row * op.g_stride + i, n),
-                              load_at(op.u, row * op.u_stride + i, n));
-    const Vec d_y = load_at(op.d_y, row * op.width + i, n);
-    store_at(op.d_g, row * op.d_g_stride + i, d_y * f.up * f.gate_slope, n);
-    store_at(op.d_u, row * op.d_u_stride + i, d_y * f.gate * f.up_slope, n);
-    if (op.y) store_at(op.y, row * op.width + i, f.gate * f.up, n);
-  });
+  op.d_g.dtype() == Dtype::kF32 ? backward<float>(op) : backward<Bf16>(op);
 }
 
 // Where gu is not wanted, scratch holds it.

@@ -35,6 +35,7 @@ template <typename Op>
 [[nodiscard]] Bytes scratch_bytes(const Dsa& op);
 [[nodiscard]] Bytes scratch_bytes(const DsaBackward& op);
 [[nodiscard]] Bytes scratch_bytes(const GroupedGlu& op);
+[[nodiscard]] Bytes scratch_bytes(const GroupedMatmulFp8& op);
 [[nodiscard]] Bytes scratch_bytes(const Router& op);
 [[nodiscard]] Bytes scratch_bytes(const RouterBackward& op);
 [[nodiscard]] Bytes scratch_bytes(const Permute& op);

@@ -35,6 +35,23 @@ struct DsaTurn {
   std::int64_t first, count;
 };
 
+// The lists that an operator goes by: the caller's, or, where it gives none, all positions of a token's
+// sequence up to itself, written turn by turn.
+class DsaLists {
+ public:
+  // Turns of at most `per_turn` tokens.
+  DsaLists(OpCall& call, const DsaShape& shape, const DsaSizes& sizes, const std::int32_t* selected,
+           std::int64_t per_turn);
+  // Where the lists of all tokens would start: those of the turn's tokens are there, until the next turn's.
+  [[nodiscard]] const std::int32_t* of(OpCall& call, const DsaTurn& turn) const;
+
+ private:
+  DsaSizes sizes_;
+  Packing packing_;
+  const std::int32_t* selected_;
+  std::int32_t* made_ = nullptr;  // (turn, slots)
+};
+
 // bf16, at most 64 heads, DK 576 with the value in the first 512, or DK = DV = 128 with values of their own;
 // arrays aligned to 16 bytes; compute capability 9.0.
 [[nodiscard]] bool attention_fits_hopper(OpCall& call, const DsaShape& shape, const DsaInputs& in);
@@ -56,12 +73,13 @@ class IndexLearner {
   [[nodiscard]] float* share() const { return share_; }
   [[nodiscard]] float* losses() const { return losses_; }        // (B T)
   [[nodiscard]] float* d_index_k() const { return d_index_k_; }  // (B T, DI), sums
-  void run(OpCall& call, const DsaTurn& turn) const;             // the general form
+  // The general form.
+  void run(OpCall& call, const DsaTurn& turn, const std::int32_t* selected) const;
   void finish(OpCall& call) const;
 
  private:
   template <typename T>
-  void run_typed(OpCall& call, const DsaTurn& turn) const;
+  void run_typed(OpCall& call, const DsaTurn& turn, const std::int32_t* selected) const;
   const DsaBackward& op_;
   DsaSizes sizes_;
   float* share_ = nullptr;

@@ -35,7 +35,7 @@ struct TokenBackward {
   Kept kept;
   DsaRows<T> v;
   const T* gate;
-  const T* d_y;
+  const T* d_y;  // null: P alone is wanted
   T* d_q;
   T* d_gate;
   float* sink_terms;  // (B T, H); null: no sink
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kDsaThreads) token_backward(TokenBackward<T> a
   float* d_logit = a.kept.d_logit + std::int64_t{blockIdx.x} * sizes.slots;
   float* d_o = a.kept.d_o + std::int64_t{blockIdx.x} * sizes.value_width;
   const float sink_share = dsa_probabilities(a.attention, chosen, token, head, p).p_sink;
+  if (a.d_y == nullptr) return;
   const std::int64_t row = (token * sizes.heads + head) * sizes.value_width;
   float product = 0.0F;
   for (std::int64_t c = threadIdx.x; c < sizes.value_width; c += kDsaThreads) {
@@ -318,13 +319,14 @@ struct TurnArguments {
 };
 
 template <typename T>
-void run_attention_turn(OpCall& call, const DsaBackward& op, const TurnArguments& a, const DsaTurn& turn) {
+void run_attention_turn(OpCall& call, const DsaBackward& op, const TurnArguments& a, const DsaTurn& turn,
+                        const std::int32_t* selected) {
   const DsaSizes& sizes = a.sizes;
   const DsaAttention<T> attention{.sizes = sizes,
                                   .q = op.in.q.as<T>(),
                                   .k = dsa_key_rows<T>(sizes, op.in),
                                   .sink = op.in.sink,
-                                  .selected = op.selected};
+                                  .selected = selected};
   call.launch(token_backward<T>, Grid{.x = turn.count * sizes.heads, .threads = kDsaThreads},
               TokenBackward<T>{.attention = attention,
                                .turn = turn,
@@ -335,13 +337,14 @@ void run_attention_turn(OpCall& call, const DsaBackward& op, const TurnArguments
                                .d_q = op.d_q.as<T>(),
                                .d_gate = op.d_gate.as<T>(),
                                .sink_terms = a.sink_terms});
+  if (!op.d_y) return;
   launch_key_gradient(call,
                       KeyGradient<T>{.length = sizes.length,
                                      .slots = sizes.slots,
                                      .heads = sizes.heads,
                                      .width = sizes.key_width,
                                      .turn = turn,
-                                     .selected = op.selected,
+                                     .selected = selected,
                                      .factor = a.kept.d_logit,
                                      .rows = op.in.q.as<T>() + turn.first * sizes.heads * sizes.key_width,
                                      .first_key = 0,
@@ -353,7 +356,7 @@ void run_attention_turn(OpCall& call, const DsaBackward& op, const TurnArguments
                                                .heads = sizes.heads,
                                                .width = sizes.value_width,
                                                .turn = turn,
-                                               .selected = op.selected,
+                                               .selected = selected,
                                                .factor = a.kept.p,
                                                .rows = a.kept.d_o,
                                                .first_key = 0,
@@ -374,21 +377,23 @@ void launch_general(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) 
   a.kept.p = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
   a.kept.d_logit = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
   a.kept.d_o = call.scratch<float>(per_turn * sizes.heads * sizes.value_width);
-  const bool sink_wanted = op.in.sink != nullptr && op.d_sink != nullptr;
+  const bool sink_wanted = op.d_y && op.in.sink != nullptr && op.d_sink != nullptr;
   if (sink_wanted) a.sink_terms = call.scratch<float>(tokens * sizes.heads);
   const KeySums<T> d_k(call, op.d_k, tokens * sizes.key_width);
   const KeySums<T> d_v(call, op.d_v, tokens * sizes.value_width);
   a.d_k = d_k.sums();
   a.d_v = d_v.sums();
   const IndexLearner indexer(call, op, sizes, per_turn, IndexWork::kGeneral);
+  const DsaLists lists(call, op.shape, sizes, op.selected, per_turn);
   for (std::int64_t first = 0; first < tokens; first += per_turn) {
     const DsaTurn turn{first, std::min(per_turn, tokens - first)};
-    run_attention_turn<T>(call, op, a, turn);
+    const std::int32_t* selected = lists.of(call, turn);
+    run_attention_turn<T>(call, op, a, turn, selected);
     if (indexer.share() == nullptr) continue;
     const std::int64_t count = turn.count * sizes.slots;
     call.launch(sum_heads, grid_for(count), static_cast<const float*>(a.kept.p), sizes.heads, sizes.slots,
                 count, indexer.share());
-    indexer.run(call, turn);
+    indexer.run(call, turn, selected);
   }
   d_k.finish(call);
   d_v.finish(call);
@@ -421,11 +426,11 @@ IndexLearner::IndexLearner(OpCall& call, const DsaBackward& op, const DsaSizes& 
 }
 
 template <typename T>
-void IndexLearner::run_typed(OpCall& call, const DsaTurn& turn) const {
+void IndexLearner::run_typed(OpCall& call, const DsaTurn& turn, const std::int32_t* selected) const {
   call.launch(index_backward<T>, Grid{.x = turn.count, .threads = kDsaThreads},
               IndexBackward<T>{.sizes = sizes_,
                                .turn = turn,
-                               .selected = op_.selected,
+                               .selected = selected,
                                .d_x = d_x_,
                                .share = share_,
                                .d_score = d_score_,
@@ -442,7 +447,7 @@ void IndexLearner::run_typed(OpCall& call, const DsaTurn& turn) const {
                                            .heads = sizes_.index_heads,
                                            .width = sizes_.index_width,
                                            .turn = turn,
-                                           .selected = op_.selected,
+                                           .selected = selected,
                                            .factor = d_x_,
                                            .rows = rows,
                                            .first_key = 0,
@@ -450,10 +455,10 @@ void IndexLearner::run_typed(OpCall& call, const DsaTurn& turn) const {
                                            .stride = sizes_.index_width});
 }
 
-void IndexLearner::run(OpCall& call, const DsaTurn& turn) const {
+void IndexLearner::run(OpCall& call, const DsaTurn& turn, const std::int32_t* selected) const {
   if (share_ == nullptr) return;
-  if (op_.in.index_q.dtype() == Dtype::kF32) return run_typed<float>(call, turn);
-  run_typed<Bf16>(call, turn);
+  if (op_.in.index_q.dtype() == Dtype::kF32) return run_typed<float>(call, turn, selected);
+  run_typed<Bf16>(call, turn, selected);
 }
 
 void IndexLearner::finish(OpCall& call) const {
@@ -470,10 +475,15 @@ void launch(OpCall& call, const DsaBackward& op) {
   const DsaSizes sizes = dsa_sizes(call, op.shape);
   check_attention(call, op.shape, op.in);
   const Dtype type = op.in.q.dtype();
-  call.require(op.d_y.dtype() == type && op.d_q.dtype() == type && op.d_k.dtype() == type &&
-                   (!op.d_v || op.d_v.dtype() == type) && (!op.d_gate || op.d_gate.dtype() == type),
-               "gradients are of the type of q");
-  call.require(op.d_q && op.d_k && bool(op.d_v) == bool(op.in.v), "d_v is given where v is");
+  if (op.d_y) {
+    call.require(op.d_y.dtype() == type && op.d_q.dtype() == type && op.d_k.dtype() == type &&
+                     (!op.d_v || op.d_v.dtype() == type) && (!op.d_gate || op.d_gate.dtype() == type),
+                 "gradients are of the type of q");
+    call.require(op.d_q && op.d_k && bool(op.d_v) == bool(op.in.v), "d_v is given where v is");
+  } else {
+    call.require(index_learns(op) && !op.d_q && !op.d_k && !op.d_v && !op.d_gate && op.d_sink == nullptr,
+                 "without d_y the indexer's gradients alone are computed");
+  }
   call.require(!index_learns(op) || (op.in.index_q.dtype() == type && op.in.index_k.dtype() == type &&
                                      op.in.index_w.dtype() == type && op.d_index_q.dtype() == type &&
                                      op.d_index_k.dtype() == type && op.d_index_w.dtype() == type),

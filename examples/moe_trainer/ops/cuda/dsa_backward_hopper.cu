@@ -29,6 +29,14 @@ bool goes_by_blocks(const DsaSizes& sizes, const DsaTurn& turn) {
   return std::min(keys, sizes.length) <= kBlockKeysPerSlot * sizes.slots;
 }
 
+// The turn that starts with a token. Where a batch row is no shorter than a turn, none reaches into the next
+// row: positions then count from where a map of keys begins.
+DsaTurn turn_from(const DsaSizes& sizes, std::int64_t first, std::int64_t per_turn) {
+  std::int64_t count = std::min(per_turn, sizes.tokens() - first);
+  if (sizes.length >= per_turn) count = std::min(count, sizes.length - first % sizes.length);
+  return {first, count};
+}
+
 struct OutputGate {
   DsaSizes sizes;
   DsaTurn turn;
@@ -103,6 +111,11 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 8 == 0 && i < turn.count * sizes.slots) share[i] = sum;
 }
 
+// A turn and where the lists of all tokens would start.
+struct ListedTurn : DsaTurn {
+  const std::int32_t* selected;
+};
+
 // Scratch of one call.
 struct Space {
   std::int64_t per_turn, per_part;
@@ -118,16 +131,16 @@ struct Space {
   float* sink_terms;
   float* d_k;
   float* d_v;
+  Bf16* d_q;  // (turn, H, DK), where nobody wants it; null: the caller's
 };
 
 // Of the ways in which dK and dV are summed.
 void make_key_space(OpCall& call, const DsaSizes& sizes, std::int64_t row_numbers, Space& s) {
-  const std::int64_t tokens = sizes.tokens();
   std::int64_t words = 0;
   std::int64_t partial = 0;
   bool by_rows = false;
-  for (std::int64_t first = 0; first < tokens; first += s.per_turn) {
-    const DsaTurn turn{first, std::min(s.per_turn, tokens - first)};
+  for (DsaTurn turn = turn_from(sizes, 0, s.per_turn); turn.count > 0;
+       turn = turn_from(sizes, turn.first + turn.count, s.per_turn)) {
     if (!goes_by_blocks(sizes, turn)) {
       by_rows = true;
       continue;
@@ -143,7 +156,7 @@ void make_key_space(OpCall& call, const DsaSizes& sizes, std::int64_t row_number
   s.per_part = std::clamp<std::int64_t>(kRowBytesOfPart / (2 * row_numbers), 1,
                                         std::min<std::int64_t>(kPartTokens, s.per_turn));
   s.rows = call.scratch<Bf16>(s.per_part * row_numbers);
-  s.chosen = call.scratch<unsigned long long>(tokens);
+  s.chosen = call.scratch<unsigned long long>(sizes.tokens());
 }
 
 Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
@@ -158,11 +171,18 @@ Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
   const std::int64_t turn_rows = s.per_turn * sizes.heads;
   s.d_o = call.scratch<Bf16>(turn_rows * sizes.value_width);
   s.delta = call.scratch<float>(turn_rows);
-  if (op.lse == nullptr || !op.attention) {
+  if (op.lse == nullptr || (op.d_y && !op.attention)) {
     s.o = call.scratch<Bf16>(turn_rows * sizes.value_width);
     s.lse = call.scratch<float>(turn_rows);
   }
   make_key_space(call, sizes, row_numbers, s);
+  if (!op.d_y) {  // P comes from the same kernel, of an output's gradient that is zero
+    s.d_q = call.scratch<Bf16>(turn_rows * sizes.key_width);
+    const auto d_o_bytes = static_cast<std::size_t>(turn_rows * sizes.value_width) * sizeof(Bf16);
+    call.check(cudaMemsetAsync(s.d_o, 0, d_o_bytes, call.stream()), "cudaMemsetAsync");
+    call.zero(s.delta, turn_rows);
+    return s;
+  }
   if (op.in.sink != nullptr && op.d_sink != nullptr) s.sink_terms = call.scratch<float>(tokens * sizes.heads);
   s.d_k = call.scratch<float>(tokens * sizes.key_width);
   call.zero(s.d_k, tokens * sizes.key_width);
@@ -173,23 +193,44 @@ Space make_space(OpCall& call, const DsaBackward& op, const DsaSizes& sizes) {
   return s;
 }
 
+// The map of a turn that goes by blocks of keys: a part of the caller's, or the scratch, marked here.
+struct TurnWords {
+  KeyWord* words;
+  std::int64_t token_words;
+};
+TurnWords turn_words(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
+                     const ListedTurn& turn) {
+  if (!goes_by_blocks(sizes, turn)) return {};
+  if (op.key_map != nullptr && (sizes.batch == 1 || sizes.length >= space.per_turn)) {
+    const std::int64_t words = key_map_words(sizes.length);
+    return {const_cast<KeyWord*>(op.key_map) + turn.first * words, words};
+  }
+  KeyBlocks a{};
+  a.sizes = sizes;
+  a.turn = turn;
+  a.selected = turn.selected;
+  a.words = space.words;
+  a.token_words = key_words(sizes, turn) / turn.count;
+  launch_mark_keys(call, a);
+  return {a.words, a.token_words};
+}
+
 // dK and dV of a turn whose P, dA and dO are there.
 void sum_keys(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
-              const DsaTurn& turn) {
+              const ListedTurn& turn, const TurnWords& words) {
   const auto* q = op.in.q.as<Bf16>();
   if (goes_by_blocks(sizes, turn)) {
-    const KeyBlocks blocks{.sizes = sizes,
-                           .turn = turn,
-                           .q = q,
-                           .d_o = space.d_o,
-                           .selected = op.selected,
-                           .blocks = space.blocks,
-                           .words = space.words,
-                           .partial = space.partial,
-                           .d_k = space.d_k,
-                           .d_v = space.d_v};
-    launch_mark_keys(call, blocks);
-    launch_key_blocks(call, blocks);
+    launch_key_blocks(call, KeyBlocks{.sizes = sizes,
+                                      .turn = turn,
+                                      .q = q,
+                                      .d_o = space.d_o,
+                                      .selected = turn.selected,
+                                      .blocks = space.blocks,
+                                      .words = words.words,
+                                      .token_words = words.token_words,
+                                      .partial = space.partial,
+                                      .d_k = space.d_k,
+                                      .d_v = space.d_v});
     return;
   }
   for (std::int64_t first = 0; first < turn.count; first += space.per_part) {
@@ -199,7 +240,7 @@ void sum_keys(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const 
                                .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
                                .q = q,
                                .d_o = space.d_o,
-                               .selected = op.selected,
+                               .selected = turn.selected,
                                .blocks = space.blocks,
                                .rows = space.rows,
                                .chosen = space.chosen,
@@ -208,8 +249,11 @@ void sum_keys(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const 
   }
 }
 
-void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
-              const DsaTurn& turn) {
+// P, dA, dQ and dO of a turn.
+void run_tokens(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
+                const ListedTurn& turn) {
+  const std::int64_t first_row = turn.first * sizes.heads;
+  Bf16* d_q = space.d_q != nullptr ? space.d_q - first_row * sizes.key_width : op.d_q.as<Bf16>();
   const auto* q = op.in.q.as<Bf16>();
   const auto* k = op.in.k.as<Bf16>();
   const auto* v = op.in.v.as<Bf16>();
@@ -220,7 +264,7 @@ void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const 
                                               .v = v,
                                               .gate = nullptr,
                                               .sink = op.in.sink,
-                                              .selected = op.selected,
+                                              .selected = turn.selected,
                                               .first = turn.first,
                                               .count = turn.count,
                                               .first_out = turn.first,
@@ -228,45 +272,45 @@ void run_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const 
                                               .lse = space.lse,
                                               .attention = space.o});
   }
-  const std::int64_t first_row = turn.first * sizes.heads;
   const float* lse = space.o != nullptr ? space.lse : op.lse + first_row;
   const Bf16* o = space.o != nullptr ? space.o : op.attention.as<Bf16>() + first_row * sizes.value_width;
-  call.launch(output_gate, grid_for(turn.count * sizes.heads * kWarp, kThreads),
-              OutputGate{.sizes = sizes,
-                         .turn = turn,
-                         .d_y = op.d_y.as<Bf16>(),
-                         .gate = op.in.gate.as<Bf16>(),
-                         .o = o,
-                         .lse = lse,
-                         .sink = space.sink_terms != nullptr ? op.in.sink : nullptr,
-                         .d_gate = op.d_gate.as<Bf16>(),
-                         .d_o = space.d_o,
-                         .delta = space.delta,
-                         .sink_terms = space.sink_terms});
+  if (op.d_y) {
+    call.launch(output_gate, grid_for(turn.count * sizes.heads * kWarp, kThreads),
+                OutputGate{.sizes = sizes,
+                           .turn = turn,
+                           .d_y = op.d_y.as<Bf16>(),
+                           .gate = op.in.gate.as<Bf16>(),
+                           .o = o,
+                           .lse = lse,
+                           .sink = space.sink_terms != nullptr ? op.in.sink : nullptr,
+                           .d_gate = op.d_gate.as<Bf16>(),
+                           .d_o = space.d_o,
+                           .delta = space.delta,
+                           .sink_terms = space.sink_terms});
+  }
   launch_token_gradients(call, TokenGradients{.sizes = sizes,
                                               .turn = turn,
                                               .q = q,
                                               .k = k,
                                               .v = v,
-                                              .selected = op.selected,
+                                              .selected = turn.selected,
                                               .lse = lse,
                                               .delta = space.delta,
                                               .d_o = space.d_o,
                                               .out = space.blocks,
-                                              .d_q = op.d_q.as<Bf16>()});
-  sum_keys(call, op, sizes, space, turn);
+                                              .d_q = d_q});
 }
 
 // The indexer's turn, in the attention's scratch.
 void run_index_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, const Space& space,
-                    const IndexLearner& indexer, const DsaTurn& turn) {
+                    const IndexLearner& indexer, const ListedTurn& turn, const TurnWords& words) {
   const auto* index_q = op.in.index_q.as<Bf16>();
   launch_index_gradients(call, IndexGradients{.sizes = sizes,
                                               .turn = turn,
                                               .q = index_q,
                                               .k = op.in.index_k.as<Bf16>(),
                                               .w = op.in.index_w.as<Bf16>(),
-                                              .selected = op.selected,
+                                              .selected = turn.selected,
                                               .share = indexer.share(),
                                               .weight = op.index_loss_weight,
                                               .blocks = space.blocks.blocks,
@@ -283,9 +327,10 @@ void run_index_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, 
                                             .turn = turn,
                                             .q = index_q,
                                             .d_o = nullptr,
-                                            .selected = op.selected,
+                                            .selected = turn.selected,
                                             .blocks = {nullptr, space.blocks.d_logit, space.blocks.blocks},
-                                            .words = space.words,  // the attention's
+                                            .words = words.words,  // the attention's
+                                            .token_words = words.token_words,
                                             .partial = space.partial,
                                             .d_k = indexer.d_index_k(),
                                             .d_v = nullptr});
@@ -298,7 +343,7 @@ void run_index_turn(OpCall& call, const DsaBackward& op, const DsaSizes& sizes, 
                                .part = {turn.first + first, std::min(space.per_part, turn.count - first)},
                                .q = index_q,
                                .d_o = nullptr,
-                               .selected = op.selected,
+                               .selected = turn.selected,
                                .blocks = {nullptr, space.blocks.d_logit, space.blocks.blocks},
                                .rows = space.rows,
                                .chosen = space.chosen,
@@ -315,22 +360,27 @@ void launch_hopper_backward(OpCall& call, const DsaBackward& op, const DsaSizes&
   const bool fast = index_fits_hopper(call, op);
   const IndexLearner indexer(call, op, sizes, space.per_turn,
                              fast ? IndexWork::kHopper : IndexWork::kGeneral);
-  for (std::int64_t first = 0; first < tokens; first += space.per_turn) {
-    const DsaTurn turn{first, std::min(space.per_turn, tokens - first)};
-    run_turn(call, op, sizes, space, turn);
+  const DsaLists lists(call, op.shape, sizes, op.selected, space.per_turn);
+  for (DsaTurn next = turn_from(sizes, 0, space.per_turn); next.count > 0;
+       next = turn_from(sizes, next.first + next.count, space.per_turn)) {
+    const ListedTurn turn{next, lists.of(call, next)};
+    const TurnWords words = turn_words(call, op, sizes, space, turn);
+    run_tokens(call, op, sizes, space, turn);
+    if (op.d_y) sum_keys(call, op, sizes, space, turn, words);
     if (indexer.share() == nullptr) continue;
-    call.launch(sum_block_heads, grid_for(turn.count * sizes.slots * 8, kThreads), sizes, turn, space.blocks,
-                op.selected, indexer.share());
+    call.launch(sum_block_heads, grid_for(turn.count * sizes.slots * 8, kThreads), sizes, next, space.blocks,
+                turn.selected, indexer.share());
     if (fast) {
-      run_index_turn(call, op, sizes, space, indexer, turn);
+      run_index_turn(call, op, sizes, space, indexer, turn, words);
     } else {
-      indexer.run(call, turn);
+      indexer.run(call, turn, turn.selected);
     }
   }
+  indexer.finish(call);
+  if (!op.d_y) return;
   store_dsa_sums(call, space.d_k, tokens * sizes.key_width, op.d_k.as<Bf16>());
   if (op.in.v) store_dsa_sums(call, space.d_v, tokens * sizes.value_width, op.d_v.as<Bf16>());
   if (space.sink_terms != nullptr) add_dsa_sink(call, space.sink_terms, sizes, op.d_sink);
-  indexer.finish(call);
 }
 
 }  // namespace terrace::trainer::cuda

@@ -64,10 +64,6 @@ void launch_index_gradients(OpCall& call, const IndexGradients& a);
 // dK and dV as sums in fp32, the first of two ways: all keys up to the turn's last token, in blocks, whether
 // a token chose them or not. Its products grow with the keys, those of the second way with the slots.
 inline constexpr int kKeyBlock = 256;
-struct KeyWord {
-  std::uint32_t bits;   // which of 32 keys the token chose
-  std::int32_t before;  // slots of earlier keys
-};
 struct KeyBlocks {
   DsaSizes sizes;
   DsaTurn turn;  // at most kTurnTokens
@@ -75,10 +71,11 @@ struct KeyBlocks {
   const Bf16* d_o;  // (turn, H, DV)
   const std::int32_t* selected;
   SlotBlocks blocks;
-  KeyWord* words;  // scratch: key_words()
-  float* partial;  // scratch: key_partial_numbers()
-  float* d_k;      // (B T, DK), adds
-  float* d_v;      // (B T, DV), adds; null: added to the first columns of d_k
+  KeyWord* words;            // of the turn's tokens: scratch of key_words(), or a part of what MapKeys made
+  std::int64_t token_words;  // a token
+  float* partial;            // scratch: key_partial_numbers()
+  float* d_k;                // (B T, DK), adds
+  float* d_v;                // (B T, DV), adds; null: added to the first columns of d_k
 };
 // The first key that the turn's tokens can have chosen: of their first batch row.
 [[nodiscard]] constexpr std::int64_t first_key_of(const DsaSizes& sizes, const DsaTurn& turn) {
@@ -87,7 +84,8 @@ struct KeyBlocks {
 // What a turn needs, the indexer's keys included.
 [[nodiscard]] std::int64_t key_words(const DsaSizes& sizes, const DsaTurn& turn);
 [[nodiscard]] std::int64_t key_partial_numbers(const DsaSizes& sizes, const DsaTurn& turn);
-void launch_mark_keys(OpCall& call, const KeyBlocks& a);  // once a turn, before either:
+// Once a turn, before either of the next two; what MapKeys made is marked.
+void launch_mark_keys(OpCall& call, const KeyBlocks& a);
 void launch_key_blocks(OpCall& call, const KeyBlocks& a);
 // The same for the indexer's keys: sizes.heads and key_width are the indexer's, blocks.d_logit is d_x; p, d_o
 // and d_v are null.

@@ -45,13 +45,15 @@ void launch_general(OpCall& call, const Dsa& op, const DsaSizes& sizes) {
   const std::int64_t tokens = sizes.tokens();
   const std::int64_t per_turn = dsa_tokens_per_turn(sizes, sizes.heads * sizes.slots);
   auto* p = call.scratch<float>(per_turn * sizes.heads * sizes.slots);
-  const DsaAttention<T> attention{.sizes = sizes,
-                                  .q = op.in.q.as<T>(),
-                                  .k = dsa_key_rows<T>(sizes, op.in),
-                                  .sink = op.in.sink,
-                                  .selected = op.selected};
+  DsaAttention<T> attention{.sizes = sizes,
+                            .q = op.in.q.as<T>(),
+                            .k = dsa_key_rows<T>(sizes, op.in),
+                            .sink = op.in.sink,
+                            .selected = nullptr};
+  const DsaLists lists(call, op.shape, sizes, op.selected, per_turn);
   for (std::int64_t first = 0; first < tokens; first += per_turn) {
     const DsaTurn turn{first, std::min(per_turn, tokens - first)};
+    attention.selected = lists.of(call, turn);
     call.launch(dsa_forward<T>, Grid{.x = turn.count * sizes.heads, .threads = kDsaThreads},
                 Forward<T>{.attention = attention,
                            .v = dsa_value_rows<T>(sizes, op.in),

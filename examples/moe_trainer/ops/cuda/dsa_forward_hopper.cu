@@ -498,19 +498,25 @@ void launch_hopper_forward(OpCall& call, const HopperForward& forward) {
 }
 
 void launch_hopper_forward(OpCall& call, const Dsa& op, const DsaSizes& sizes) {
-  launch_hopper_forward(call, HopperForward{.sizes = sizes,
-                                            .q = op.in.q.as<Bf16>(),
-                                            .k = op.in.k.as<Bf16>(),
-                                            .v = op.in.v.as<Bf16>(),
-                                            .gate = op.in.gate.as<Bf16>(),
-                                            .sink = op.in.sink,
-                                            .selected = op.selected,
-                                            .first = 0,
-                                            .count = sizes.tokens(),
-                                            .first_out = 0,
-                                            .y = op.y.as<Bf16>(),
-                                            .lse = op.lse,
-                                            .attention = op.attention.as<Bf16>()});
+  const std::int64_t tokens = sizes.tokens();
+  const std::int64_t per_turn = op.selected != nullptr ? tokens : dsa_tokens_per_turn(sizes, sizes.slots);
+  const DsaLists lists(call, op.shape, sizes, op.selected, per_turn);
+  for (std::int64_t first = 0; first < tokens; first += per_turn) {
+    const DsaTurn turn{first, std::min(per_turn, tokens - first)};
+    launch_hopper_forward(call, HopperForward{.sizes = sizes,
+                                              .q = op.in.q.as<Bf16>(),
+                                              .k = op.in.k.as<Bf16>(),
+                                              .v = op.in.v.as<Bf16>(),
+                                              .gate = op.in.gate.as<Bf16>(),
+                                              .sink = op.in.sink,
+                                              .selected = lists.of(call, turn),
+                                              .first = turn.first,
+                                              .count = turn.count,
+                                              .first_out = 0,
+                                              .y = op.y.as<Bf16>(),
+                                              .lse = op.lse,
+                                              .attention = op.attention.as<Bf16>()});
+  }
 }
 
 }  // namespace terrace::trainer::cuda

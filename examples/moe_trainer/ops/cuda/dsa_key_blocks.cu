@@ -18,8 +18,7 @@ namespace {
 using hopper::Major;
 using hopper::Start;
 
-constexpr int kWordKeys = 32;
-constexpr int kBlockWords = kKeyBlock / kWordKeys;
+constexpr int kBlockWords = kKeyBlock / 32;
 constexpr int kStages = 4;
 constexpr int kConsumerThreads = 2 * hopper::kWarpgroup;
 constexpr int kThreads = kConsumerThreads + hopper::kWarpgroup;
@@ -70,28 +69,6 @@ Cut make_cut(const KeyBlocks& a) {
   cut.units = cut.blocks * Work<Form>::kGroups;
   cut.shares = std::clamp<std::int64_t>(kTilesWanted / cut.units, 1, ceil_div(a.turn.count, kMinShareTokens));
   return cut;
-}
-
-// A thread a word: which of its keys the token chose, and how many keys it chose before them.
-__global__ void mark_keys(const KeyBlocks a, std::int64_t first_key, std::int64_t words) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= a.turn.count * words) return;
-  const std::int64_t token = a.turn.first + i / words;
-  // The word's first key as a position of the token's batch row, and the end.
-  const std::int64_t position = first_key + i % words * kWordKeys - token / a.sizes.length * a.sizes.length;
-  const std::int64_t end = position + kWordKeys;
-  const std::int32_t* positions = a.selected + token * a.sizes.slots;
-  const int slots = static_cast<int>(a.sizes.slots);
-  KeyWord word{};
-  if (end > 0 && position < a.sizes.length) {
-    word.before = slot_of(positions, slots, static_cast<std::int32_t>(position > 0 ? position : 0));
-    for (int slot = word.before; slot < slots; ++slot) {
-      const std::int32_t at = __ldg(positions + slot);
-      if (at < 0 || at >= end) break;
-      word.bits |= 1U << static_cast<unsigned>(at - position);
-    }
-  }
-  a.words[i] = word;
 }
 
 // The share's tokens that chose one of the block's keys, in order; by all threads.
@@ -334,7 +311,7 @@ void launch_form(OpCall& call, const KeyBlocks& a) {
                    .y = cut.shares,
                    .threads = kThreads,
                    .shared_bytes = static_cast<std::size_t>(Work<Form>::kBytes)},
-              a, cut.blocks * kBlockWords);
+              a, a.token_words);
   call.launch(add_shares<Form>, grid_for(cut.keys * Work<Form>::kGroups * Work<Form>::kColumns / 4), a, cut);
 }
 
@@ -355,11 +332,6 @@ std::int64_t key_partial_numbers(const DsaSizes& sizes, const DsaTurn& turn) {
 std::int64_t key_words(const DsaSizes& sizes, const DsaTurn& turn) {
   const std::int64_t keys = turn.first + turn.count - first_key_of(sizes, turn);
   return turn.count * ceil_div(keys, kKeyBlock) * kBlockWords;
-}
-
-void launch_mark_keys(OpCall& call, const KeyBlocks& a) {
-  const std::int64_t words = key_words(a.sizes, a.turn);
-  call.launch(mark_keys, grid_for(words), a, first_key_of(a.sizes, a.turn), words / a.turn.count);
 }
 
 void launch_key_blocks(OpCall& call, const KeyBlocks& a) {

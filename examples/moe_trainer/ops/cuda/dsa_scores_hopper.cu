@@ -1,9 +1,11 @@
 // The indexer's scores by wgmma: a block keeps 192 keys in registers, 64 a warpgroup, and goes through the
 // queries.
 //
-// Keys are the rows of the product and a query's heads its columns, X = kI (64 x 128) qI_t^T (128 x 64): then
-// the sum over heads of w relu(x) runs along a row, inside a thread and its quad. A warpgroup
-// copies queries, two a stage; while one of them is summed, the other's product runs.
+// Keys are the rows of the product and the heads of queries its columns, X = kI (64 x 128) qI_t^T (128 x 64):
+// then the sum over heads of w relu(x) runs along a row, inside a thread and its quad. The 64 columns are a
+// bundle: the heads of 8, 4 or 2 queries that follow one another where a query has 8, 16 or 32, else those of
+// one and zeros. A warpgroup copies bundles, two a stage; while one of them is summed, the other's product
+// runs.
 #include <algorithm>
 
 #include "examples/moe_trainer/ops/cuda/dsa_hopper.cuh"
@@ -24,9 +26,9 @@ constexpr int kKeys = 192;     // of a block
 constexpr int kQueries = 128;  // of a block
 constexpr int kStages = 4;
 constexpr int kBoxBytes = kDsaHeads * 128;
-constexpr int kWeights = kBoxes * kBoxBytes;  // after the query
-constexpr int kQueryBytes = kWeights + 1024;
-constexpr int kStageBytes = 2 * kQueryBytes;
+constexpr int kWeights = kBoxes * kBoxBytes;  // after the heads
+constexpr int kBundleBytes = kWeights + 1024;
+constexpr int kStageBytes = 2 * kBundleBytes;
 constexpr int kBarriers = kStages * kStageBytes;
 constexpr int kSharedBytes = kBarriers + 16 * kStages + 1024;
 
@@ -61,12 +63,12 @@ __device__ inline std::int64_t sequence_end(const Packing& packing, std::int64_t
   return packing.starts[low];
 }
 
-// By a warpgroup.
-__device__ inline void copy_query(const Scores& a, std::int64_t query, unsigned char* place) {
-  const int heads = static_cast<int>(a.sizes.index_heads);
+// By a warpgroup: the heads of `queries` queries from `query` on, and zeros to the end of the bundle.
+__device__ inline void copy_bundle(const Scores& a, std::int64_t query, int queries, unsigned char* place) {
+  const int heads = queries * static_cast<int>(a.sizes.index_heads);
   const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
   const std::int64_t token = a.batch * a.sizes.length + query;
-  const Bf16* q = a.index_q + token * heads * kWidth;
+  const Bf16* q = a.index_q + token * a.sizes.index_heads * kWidth;
   const std::uint32_t to = hopper::shared_address(place);
 #pragma unroll
   for (int i = 0; i < kDsaHeads * kWidth / 8; i += hopper::kWarpgroup) {
@@ -78,7 +80,7 @@ __device__ inline void copy_query(const Scores& a, std::int64_t query, unsigned 
   }
   if (thread < kDsaHeads / 8) {
     const int head = thread * 8;
-    const Bf16* w = a.index_w + token * heads;
+    const Bf16* w = a.index_w + token * a.sizes.index_heads;
     copy_piece(to + kWeights + static_cast<std::uint32_t>(head * 2), head < heads ? w + head : w,
                head < heads ? 16 : 0);
   }
@@ -101,32 +103,66 @@ __device__ inline void load_keys(const Scores& a, std::int64_t key0, std::uint32
   }
 }
 
-// score = c sum over heads of w relu(x), for the keys that the query sees.
-__device__ inline void write_scores(const Scores& a, const float (&x)[32], const unsigned char* w_pairs,
-                                    std::int64_t query, std::int64_t key0) {
-  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup, quad = thread % 4;
-  const auto* weights = reinterpret_cast<const std::uint32_t*>(w_pairs);
-  float score[2] = {};
+// The queries of a block.
+struct Queries {
+  std::int64_t first, end;
+};
+
+// Over the quad, the sums of a bundle's queries: lane `quad` gets those of its share, kBundle / 4 neighbours;
+// where a share would be less than one query, two or four lanes get the same.
+template <int kBundle>
+constexpr int kShare = kBundle < 4 ? 1 : kBundle / 4;
+template <int kBundle>
+__device__ inline void sum_quad(const float (&part)[kBundle], int quad, float (&sum)[kShare<kBundle>]) {
+  constexpr int kPairShare = kBundle < 2 ? 1 : kBundle / 2;
+  float pair[kPairShare];
 #pragma unroll
-  for (int group = 0; group < 8; ++group) {
-    const std::uint32_t w = weights[group * 4 + quad];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      score[half] += low_half(w) * fmaxf(x[group * 4 + half * 2], 0.0F);
-      score[half] += high_half(w) * fmaxf(x[group * 4 + half * 2 + 1], 0.0F);
-    }
+  for (int i = 0; i < kPairShare; ++i) {
+    const bool upper = (quad & 2) != 0;
+    const float low = part[i], high = part[kBundle < 2 ? i : i + kPairShare];
+    pair[i] = (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, 2);
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    score[half] += __shfl_xor_sync(kFullWarp, score[half], 1);
-    score[half] += __shfl_xor_sync(kFullWarp, score[half], 2);
-    const std::int64_t row = key0 + thread / kWarp * 16 + thread % kWarp / 4 + 8 * half;
-    if (quad == 0 && row <= query)
-      a.scores[(query - a.first) * a.sizes.length + row] = score[half] * a.sizes.index_scale;
+  for (int i = 0; i < kShare<kBundle>; ++i) {
+    const bool upper = (quad & 1) != 0;
+    const float low = pair[i], high = pair[kBundle < 4 ? i : i + kShare<kBundle>];
+    sum[i] = (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, 1);
   }
 }
 
-// Starts the product of the warpgroup's keys with a query.
+// score = c sum over heads of w relu(x), for the keys that each query sees.
+template <int kBundle>
+__device__ inline void write_scores(const Scores& a, const float (&x)[32], const unsigned char* w_pairs,
+                                    std::int64_t query, std::int64_t end, std::int64_t key0) {
+  constexpr int kGroups = 8 / kBundle;  // of 8 columns, a query
+  const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup, quad = thread % 4;
+  const auto* weights = reinterpret_cast<const std::uint32_t*>(w_pairs);
+  // The first of a lane's queries; lanes that have the same one leave it to the first of them.
+  const int own = kBundle >= 4 ? quad * kShare<kBundle> : kBundle == 2 ? quad / 2 : 0;
+  const bool speaks = kBundle >= 4 || quad % (4 / min(kBundle, 4)) == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float part[kBundle] = {};
+#pragma unroll
+    for (int group = 0; group < 8; ++group) {
+      const std::uint32_t w = weights[group * 4 + quad];
+      float& to = part[group / kGroups];
+      to += low_half(w) * fmaxf(x[group * 4 + half * 2], 0.0F);
+      to += high_half(w) * fmaxf(x[group * 4 + half * 2 + 1], 0.0F);
+    }
+    float score[kShare<kBundle>];
+    sum_quad<kBundle>(part, quad, score);
+    const std::int64_t key = key0 + thread / kWarp * 16 + thread % kWarp / 4 + 8 * half;
+#pragma unroll
+    for (int i = 0; i < kShare<kBundle>; ++i) {
+      const std::int64_t mine = query + own + i;
+      if (speaks && mine < end && key <= mine)
+        a.scores[(mine - a.first) * a.sizes.length + key] = score[i] * a.sizes.index_scale;
+    }
+  }
+}
+
+// Starts the product of the warpgroup's keys with a bundle.
 __device__ inline void start_product(float (&x)[32], const std::uint32_t (&key)[kSteps][4],
                                      const unsigned char* place) {
   const hopper::Operand q = hopper::k_major(place);
@@ -141,25 +177,23 @@ __device__ inline void start_product(float (&x)[32], const std::uint32_t (&key)[
   hopper::commit_wgmma();
 }
 
-// The queries of a block.
-struct Queries {
-  std::int64_t first, end;
-};
-
+template <int kBundle>
 __device__ inline void produce(const Scores& a, const Queries& queries, unsigned char* shared,
                                Barriers& barriers) {
   int turn = 0;
-  for (std::int64_t query = queries.first; query < queries.end; query += 2, ++turn) {
+  for (std::int64_t query = queries.first; query < queries.end; query += 2 * kBundle, ++turn) {
     const int stage = turn % kStages;
     unsigned char* place = shared + stage * kStageBytes;
+    const auto left = static_cast<int>(queries.end - query);
     barriers.empty[stage].wait(static_cast<unsigned>(turn / kStages % 2) ^ 1U);
-    copy_query(a, query, place);
-    if (query + 1 < queries.end) copy_query(a, query + 1, place + kQueryBytes);
+    copy_bundle(a, query, min(left, kBundle), place);
+    if (left > kBundle) copy_bundle(a, query + kBundle, min(left - kBundle, kBundle), place + kBundleBytes);
     arrive_when_copied(barriers.full[stage]);
   }
   wait_all_copies();
 }
 
+template <int kBundle>
 __device__ inline void consume(const Scores& a, const Queries& queries, std::int64_t key0,
                                unsigned char* shared, Barriers& barriers) {
   std::uint32_t key[kSteps][4];
@@ -167,26 +201,25 @@ __device__ inline void consume(const Scores& a, const Queries& queries, std::int
   float even[32] = {};
   float odd[32] = {};
   int turn = 0;
-  for (std::int64_t query = queries.first; query < queries.end; query += 2, ++turn) {
+  for (std::int64_t query = queries.first; query < queries.end; query += 2 * kBundle, ++turn) {
     const int stage = turn % kStages;
     unsigned char* place = shared + stage * kStageBytes;
     barriers.full[stage].wait(static_cast<unsigned>(turn / kStages % 2));
     hopper::fence_shared_for_async();  // what ordinary copies wrote
     start_product(even, key, place);
-    start_product(odd, key, place + kQueryBytes);  // past the last query: of no use, and no harm
+    start_product(odd, key, place + kBundleBytes);  // past the last query: of no use, and no harm
     hopper::wait_wgmma<1>();
     hopper::keep_registers(even);
-    write_scores(a, even, place + kWeights, query, key0);
+    write_scores<kBundle>(a, even, place + kWeights, query, queries.end, key0);
     hopper::wait_wgmma<0>();
     hopper::keep_registers(odd);
-    if (query + 1 < queries.end) {
-      write_scores(a, odd, place + kQueryBytes + kWeights, query + 1, key0);
-    }
+    write_scores<kBundle>(a, odd, place + kBundleBytes + kWeights, query + kBundle, queries.end, key0);
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barriers.empty[stage].arrive();
   }
 }
 
+template <int kBundle>
 __global__ void __launch_bounds__(kThreads, 1) index_scores(const __grid_constant__ Scores a) {
 #if TERRACE_SM90A
   extern __shared__ unsigned char raw[];
@@ -211,9 +244,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_scores(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x >= kConsumerThreads) {
-    produce(a, {query, end}, shared, barriers);
+    produce<kBundle>(a, {query, end}, shared, barriers);
   } else {
-    consume(a, {query, end}, block_key + threadIdx.x / hopper::kWarpgroup * 64, shared, barriers);
+    consume<kBundle>(a, {query, end}, block_key + threadIdx.x / hopper::kWarpgroup * 64, shared, barriers);
   }
 #endif
 }
@@ -230,20 +263,29 @@ bool scores_fit_hopper(OpCall& call, const DsaSelect& op) {
 void launch_hopper_scores(OpCall& call, const DsaScoreRows& rows) {
   // No query of the block sees later keys.
   const std::int64_t keys = rows.first + rows.rows;
-  call.launch(index_scores,
-              Grid{.x = ceil_div(keys, kKeys),
-                   .y = ceil_div(rows.rows, kQueries),
-                   .threads = kThreads,
-                   .shared_bytes = kSharedBytes},
-              Scores{.sizes = rows.sizes,
-                     .index_q = rows.index_q.as<Bf16>(),
-                     .index_k = rows.index_k.as<Bf16>(),
-                     .index_w = rows.index_w.as<Bf16>(),
-                     .packing = rows.packing,
-                     .batch = rows.batch,
-                     .first = rows.first,
-                     .rows = rows.rows,
-                     .scores = rows.scores});
+  const Grid grid{.x = ceil_div(keys, kKeys),
+                  .y = ceil_div(rows.rows, kQueries),
+                  .threads = kThreads,
+                  .shared_bytes = kSharedBytes};
+  const Scores scores{.sizes = rows.sizes,
+                      .index_q = rows.index_q.as<Bf16>(),
+                      .index_k = rows.index_k.as<Bf16>(),
+                      .index_w = rows.index_w.as<Bf16>(),
+                      .packing = rows.packing,
+                      .batch = rows.batch,
+                      .first = rows.first,
+                      .rows = rows.rows,
+                      .scores = rows.scores};
+  switch (rows.sizes.index_heads) {
+    case 8:
+      return call.launch(index_scores<8>, grid, scores);
+    case 16:
+      return call.launch(index_scores<4>, grid, scores);
+    case 32:
+      return call.launch(index_scores<2>, grid, scores);
+    default:
+      return call.launch(index_scores<1>, grid, scores);
+  }
 }
 
 }  // namespace terrace::trainer::cuda

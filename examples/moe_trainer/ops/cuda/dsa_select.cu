@@ -1,9 +1,9 @@
 // I_ts = HI^-1/2 DI^-1/2 sum_h w_th relu(qI_th . kI_s) for s <= t, and the positions of its k largest,
 // ascending
 //   qI: (B, T, HI, DI)   kI: (B, T, DI)   w: (B, T, HI)   selected: (B, T, slots)   scores: (B, T, T)
-// Scores for as many query rows as fit 256 MiB, by 64 x 64 tiles in plain fp32 or as in dsa_scores_hopper.cu.
-// Then one block a query finds the k-th largest value by its bits, eleven at a time from the top, and
-// collects in order what is above it and the first of what equals it.
+// Scores for as many query rows as fit 256 MiB, but at least 1024, by 64 x 64 tiles in plain fp32 or as in
+// dsa_scores_hopper.cu. Then one block a query finds the k-th largest value by its bits, eleven at a time
+// from the top, and collects in order what is above it and the first of what equals it.
 #include <algorithm>
 #include <cmath>
 
@@ -17,6 +17,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxRows = 1 << 20;  // the grid counts tiles of them
+// However long a row is: fewer blocks would leave multiprocessors idle, and each reads its row several times.
+constexpr std::int64_t kLeastRows = 1024;
 constexpr int kDigits = 2048;
 constexpr int kDigitBits = 11;
 constexpr int kFirstShift = 32 - kDigitBits;
@@ -284,8 +286,9 @@ void launch(OpCall& call, const DsaSelect& op) {
                "the indexer's arrays are of one type");
   const bool fast = scores_fit_hopper(call, op);
   const std::int64_t fitting = kDsaScoreBytes / (sizes.length * static_cast<std::int64_t>(sizeof(float)));
-  const std::int64_t rows = std::clamp<std::int64_t>(fitting, 1, std::min(sizes.length, kMaxRows));
-  float* scratch = op.scores == nullptr ? call.scratch<float>(rows * sizes.length) : nullptr;
+  const std::int64_t rows = std::clamp<std::int64_t>(fitting, kLeastRows, kMaxRows);
+  float* scratch =
+      op.scores == nullptr ? call.scratch<float>(std::min(rows, sizes.length) * sizes.length) : nullptr;
   for (std::int64_t batch = 0; batch < sizes.batch; ++batch) {
     for (std::int64_t first = 0; first < sizes.length; first += rows) {
       const std::int64_t count = std::min(rows, sizes.length - first);

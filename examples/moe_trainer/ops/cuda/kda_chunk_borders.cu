@@ -9,15 +9,26 @@
 namespace terrace::trainer::cuda {
 namespace {
 
-constexpr int kPieces = 8;  // a warp's columns
+constexpr int kPieces = 8;           // a warp's columns
+constexpr float kSmallest = 1e-33F;  // its inverse times 32767 is finite
+constexpr std::uint32_t kInfinite = 0x7f800000U, kNotANumber = 0x7fc00000U;
 using RowTiles = float[kPieces][4];
 using SquareTiles = float[kPieces / 2][4];
 
+// The members of a union follow one another in time.
 struct Shared {
-  unsigned char state[kStateTile], d_state[kStateTile];  // S, dS'
-  unsigned char d_o[kWideTile], d_vb[kWideTile], vn[kWideTile];
+  unsigned char state[kStateTile];  // S
+  union {
+    unsigned char vn_rest[kWideTile];
+    unsigned char d_state[kStateTile];  // dS'
+  };
+  union {
+    unsigned char d_o[kWideTile];
+    unsigned char vn_rest_again[kWideTile];
+  };
+  unsigned char d_vb[kWideTile], vn[kWideTile];
   float beta[kChunk];
-  hopper::Barrier rows, before, after;  // vn and dvb, S, dS'
+  hopper::Barrier rows, before, after, again;  // vn, its rest and dvb; S; dS'; the rest again
 };
 static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -25,17 +36,24 @@ __device__ void request_tiles(const KdaChunked& a, std::int64_t tile, Shared& sh
   shared.rows.init(1);
   shared.before.init(1);
   shared.after.init(1);
+  shared.again.init(1);
   hopper::fence_barrier_init();
-  shared.rows.arrive_expecting(2 * kWideTile);
+  shared.rows.arrive_expecting(3 * kWideTile);
   load_bulk(shared.vn, a.vn + tile * kWideTile, kWideTile, &shared.rows);
+  load_bulk(shared.vn_rest, a.vn_rest + tile * kWideTile, kWideTile, &shared.rows);
   load_bulk(shared.d_vb, a.d_vb + tile * kWideTile, kWideTile, &shared.rows);
   shared.before.arrive_expecting(kStateTile);
   load_bulk(shared.state, a.state + tile * kStateTile, kStateTile, &shared.before);
-  shared.after.arrive_expecting(kStateTile);
-  load_bulk(shared.d_state, a.d_state + tile * kStateTile, kStateTile, &shared.after);
+}
+// By one thread, when all have read what lies in the tile's place.
+__device__ void request_tile(void* place, const unsigned char* from, std::uint32_t bytes,
+                             hopper::Barrier& full) {
+  hopper::fence_shared_for_async();
+  full.arrive_expecting(bytes);
+  load_bulk(place, from, bytes, &full);
 }
 
-// acc = left (64, 128) times state (128, 128): rows are what is summed over.
+// acc += left (64, 128) times state (128, 128): rows are what is summed over.
 template <typename Left>
 __device__ void times_state(const unsigned char* left, const unsigned char* state, const WarpPlace& at,
                             RowTiles& acc) {
@@ -52,7 +70,7 @@ __device__ void times_state(const unsigned char* left, const unsigned char* stat
     }
   }
 }
-// acc (32 columns of the warp's half) = left (64, 128) times right^T (64, 128).
+// acc (32 columns of the warp's half) += left (64, 128) times right^T (64, 128).
 template <typename Left, typename Right>
 __device__ void times_rows(const unsigned char* left, const unsigned char* right, const WarpPlace& at,
                            SquareTiles& acc) {
@@ -69,23 +87,46 @@ __device__ void times_rows(const unsigned char* left, const unsigned char* right
     }
   }
 }
-// As accumulators lie.
-__device__ void store_lanes(unsigned char* to, const WarpPlace& at, const RowTiles& acc) {
+// As accumulators lie, whole numbers up to 32767 in a row's half; times `down` they are what they were.
+__device__ void store_lanes(unsigned char* to, float* down, const WarpPlace& at, const RowTiles& acc) {
+  float up[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    std::uint32_t most = 0;  // as bits: NaN is the largest
+#pragma unroll
+    for (const auto& tile : acc) {
+      most = max(most, __float_as_uint(fabsf(tile[2 * e])));
+      most = max(most, __float_as_uint(fabsf(tile[2 * e + 1])));
+    }
+    most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
+    most = max(most, __shfl_xor_sync(kFullWarp, most, 2));
+    const float largest = __uint_as_float(most);
+    up[e] = largest > kSmallest ? 32767.0F * reciprocal_fast(largest) : 0.0F;
+    const float undo = most < kInfinite ? largest * (1.0F / 32767.0F) : __uint_as_float(kNotANumber);
+    if (at.quad == 0) down[at.piece / kPieces * kChunk + at.row_of(2 * e)] = undo;
+  }
 #pragma unroll
   for (int n = 0; n < kPieces; n += 2) {
-    *reinterpret_cast<uint4*>(to + lane_place(at.row, at.piece + n)) =
-        make_uint4(pack_bf16(acc[n][0], acc[n][1]), pack_bf16(acc[n][2], acc[n][3]),
-                   pack_bf16(acc[n + 1][0], acc[n + 1][1]), pack_bf16(acc[n + 1][2], acc[n + 1][3]));
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float(&tile)[4] = acc[n + i / 2];
+      const int e = i % 2;
+      words[i] = pack_fixed(up[e] * tile[2 * e], up[e] * tile[2 * e + 1]);
+    }
+    *reinterpret_cast<uint4*>(to + lane_place(at.row, at.piece + n)) = as_piece(words);
   }
 }
 // Zero where not i > j.
-__device__ void store_square(unsigned char* tile, const WarpPlace& at, const SquareTiles& acc) {
+__device__ void store_square(unsigned char* tile, unsigned char* rest, const WarpPlace& at,
+                             const SquareTiles& acc) {
 #pragma unroll
   for (int n = 0; n < kPieces / 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; c += 2) {
       const int i = at.row_of(c), piece = at.piece / 2 + n, j = 8 * piece + 2 * at.quad;
-      store_pair<SquareTile>(tile, i, piece, j < i ? acc[n][c] : 0.0F, j + 1 < i ? acc[n][c + 1] : 0.0F);
+      store_both<SquareTile>(tile, rest, i, piece, j < i ? acc[n][c] : 0.0F,
+                             j + 1 < i ? acc[n][c + 1] : 0.0F);
     }
   }
 }
@@ -137,38 +178,54 @@ __device__ void value_gradients(const ChunkPlace& chunk, std::int64_t heads, std
 __device__ void pair_gradients(const Shared& shared, const WarpPlace& at, const KdaBorders& to) {
   {
     SquareTiles d_a = {};
+    times_rows<WideTile, ColumnTile>(shared.d_o, shared.vn_rest, at, d_a);
     times_rows<WideTile, ColumnTile>(shared.d_o, shared.vn, at, d_a);
-    store_square(to.d_a, at, d_a);
+    store_square(to.d_a, to.d_a_rest, at, d_a);
     store_diagonal(to.diagonal, at, d_a);
   }
   SquareTiles d_l = {};
+  times_rows<ColumnTile, ColumnTile>(shared.d_vb, shared.vn_rest, at, d_l);
   times_rows<ColumnTile, ColumnTile>(shared.d_vb, shared.vn, at, d_l);
 #pragma unroll
   for (int n = 0; n < kPieces / 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) d_l[n][c] *= -shared.beta[at.row_of(c)];
   }
-  store_square(to.d_lb, at, d_l);
+  store_square(to.d_lb, to.d_lb_rest, at, d_l);
 }
-__device__ void state_gradients(const Shared& shared, const WarpPlace& at, const KdaBorders& to) {
+// Tiles that come late are on their way while others are multiplied.
+__device__ void state_gradients(const KdaChunked& a, std::int64_t tile, Shared& shared, const WarpPlace& at,
+                                const KdaBorders& to) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    request_tile(shared.d_state, a.d_state + tile * kStateTile, kStateTile, shared.after);
+  }
   {
     RowTiles d_q = {};
     times_state<WideTile>(shared.d_o, shared.state, at, d_q);
-    store_lanes(to.d_q, at, d_q);
+    store_lanes(to.d_q, to.q_down, at, d_q);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    request_tile(shared.vn_rest_again, a.vn_rest + tile * kWideTile, kWideTile, shared.again);
   }
   {
     RowTiles d_kb = {};
     times_state<ColumnTile>(shared.d_vb, shared.state, at, d_kb);
 #pragma unroll
-    for (auto& tile : d_kb) {
+    for (auto& four : d_kb) {
 #pragma unroll
-      for (float& x : tile) x = -x;
+      for (float& x : four) x = -x;
     }
-    store_lanes(to.d_kb, at, d_kb);
+    shared.after.wait(0);  // its place in scratch takes d_kb
+    store_lanes(to.d_kb, to.kb_down, at, d_kb);
   }
+  store_through(shared, to.through);
   RowTiles d_k = {};
   times_state<ColumnTile>(shared.vn, shared.d_state, at, d_k);
-  store_lanes(to.d_k, at, d_k);
+  shared.again.wait(0);
+  times_state<ColumnTile>(shared.vn_rest_again, shared.d_state, at, d_k);
+  store_lanes(to.d_k, to.k_down, at, d_k);
 }
 
 __global__ void __launch_bounds__(kChunkThreads, 2) kda_chunk_borders(KdaChunked a, KdaChunkOutputs out) {
@@ -193,9 +250,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2) kda_chunk_borders(KdaChunked
   shared.before.wait(0);  // its place in scratch takes results
   value_gradients(chunk, a.value_heads, head, v, shared, out.d_v, to.along_v);
   pair_gradients(shared, at, to);
-  shared.after.wait(0);
-  store_through(shared, to.through);
-  state_gradients(shared, at, to);
+  state_gradients(a, tile, shared, at, to);
 }
 
 }  // namespace

@@ -90,6 +90,7 @@ __device__ bool sum_decays(PairShared& shared) {
 // What came over the chunk's borders, as accumulators lie.
 struct BorderPieces {
   uint4 d_q[kPairPieces / 2], d_k[kPairPieces / 2], d_kb[kPairPieces / 2];
+  float q_down[2], k_down[2], kb_down[2];  // of rows g and g + 8
 };
 __device__ BorderPieces load_borders(const KdaBorders& from, const WarpPlace& at) {
   BorderPieces out;
@@ -99,6 +100,13 @@ __device__ BorderPieces load_borders(const KdaBorders& from, const WarpPlace& at
     out.d_q[n] = *reinterpret_cast<const uint4*>(from.d_q + place);
     out.d_k[n] = *reinterpret_cast<const uint4*>(from.d_k + place);
     out.d_kb[n] = *reinterpret_cast<const uint4*>(from.d_kb + place);
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int place = at.piece / 8 * kChunk + at.row_of(2 * e);
+    out.q_down[e] = from.q_down[place];
+    out.k_down[e] = from.k_down[place];
+    out.kb_down[e] = from.kb_down[place];
   }
   return out;
 }
@@ -119,16 +127,19 @@ __device__ void join_borders(const BorderPieces& from, const WarpPlace& at, floa
       const float2 last = *reinterpret_cast<const float2*>(shared.G + (kChunk - 1) * kRowFloats + column);
       const std::uint32_t q_pair = tile_pair(shared.q, row, at.piece + n, at.quad);
       const std::uint32_t k_pair = tile_pair(shared.k, row, at.piece + n, at.quad);
-      const std::uint32_t d_q_pair = word(from.d_q[n / 2], which), d_k_pair = word(from.d_k[n / 2], which);
-      const std::uint32_t d_kb_pair = word(from.d_kb[n / 2], which);
+      const float2 d_qs = unpack_fixed(word(from.d_q[n / 2], which));
+      const float2 d_ks = unpack_fixed(word(from.d_k[n / 2], which));
+      const float2 d_kbs = unpack_fixed(word(from.d_kb[n / 2], which));
       float before[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const auto half = [e](std::uint32_t pair) { return e == 0 ? low_half(pair) : high_half(pair); };
+        const auto of = [e](const float2& pair) { return e == 0 ? pair.x : pair.y; };
         const float g = e == 0 ? G.x : G.y, to_last = (e == 0 ? last.x : last.y) - g;
         const float start = exp2_fast(g), q = q_inverse * half(q_pair), k = k_inverse * half(k_pair);
-        const float d_q = half(d_q_pair) * start, d_k_start = half(d_kb_pair) * start;
-        const float d_k_end = half(d_k_pair) * exp2_fast(to_last);
+        const float d_q = of(d_qs) * from.q_down[c / 2] * start;
+        const float d_k_start = of(d_kbs) * from.kb_down[c / 2] * start;
+        const float d_k_end = of(d_ks) * from.k_down[c / 2] * exp2_fast(to_last);
         along += d_k_start * k;
         before[e] = k * d_k_end;
         sums.d_g[n][c + e] = q * d_q + beta * k * d_k_start;
@@ -292,8 +303,10 @@ __global__ void __launch_bounds__(kPairThreads, 1) kda_chunk_gradients(KdaChunke
   if (t == 0) {
     shared.full.init(1);
     hopper::fence_barrier_init();
-    shared.full.arrive_expecting(2 * kSquareTile);
+    shared.full.arrive_expecting(4 * kSquareTile);
     load_bulk(shared.d_a, from.d_a, 2 * kSquareTile, &shared.full);
+    load_bulk(shared.rests.d_a, from.d_a_rest, kSquareTile, &shared.full);
+    load_bulk(shared.rests.d_lb, from.d_lb_rest, kSquareTile, &shared.full);
   }
   load_chunk(a, chunk, head, shared);
   const WarpPlace at = warp_place(kPairPieces);

@@ -14,25 +14,34 @@ namespace terrace::trainer::cuda {
 void chunk_borders(OpCall& call, const KdaChunked& chunked, const KdaChunkOutputs& out);
 
 // Of a (chunk, value head). d_q, d_k and d_kb (64, 128) lie as accumulators hold them: 16 rows and 16 columns
-// after another, a lane's eight numbers together.
+// after another, a lane's eight numbers together: whole numbers of 16 bits times a factor for each half of a
+// row, closer than bf16 because sums along the chunk cancel. So do those with dA and dL: bf16 and rests.
 struct KdaBorders {
   unsigned char *d_q, *d_k, *d_kb;  // do S^T, vn dS'^T, -dvb S^T
   unsigned char *d_a, *d_lb;        // dA and b dL below the diagonal, SquareTiles, side by side
-  float* through;                   // (4, 128): rowsum(S dS'), of each quarter of the values
-  float* along_v;                   // (64): <dvb, v>
-  float* diagonal;                  // (64): of dA
+  unsigned char *d_a_rest, *d_lb_rest;
+  float* through;                    // (4, 128): rowsum(S dS'), of each quarter of the values
+  float* along_v;                    // (64): <dvb, v>
+  float* diagonal;                   // (64): of dA
+  float *q_down, *k_down, *kb_down;  // (2, 64): the factors of d_q, d_k, d_kb
 };
 __device__ inline KdaBorders borders_of(const KdaChunked& a, std::int64_t tile) {
   unsigned char* state = a.state + tile * kStateTile;
   auto* sums = reinterpret_cast<float*>(state + 2 * kSquareTile);
+  float* downs = sums + 4 * kChunkedWidth + 2 * kChunk;
   return {.d_q = a.vn + tile * kWideTile,
           .d_k = a.d_vb + tile * kWideTile,
           .d_kb = a.d_state + tile * kStateTile,
           .d_a = state,
           .d_lb = state + kSquareTile,
+          .d_a_rest = a.a + tile * kSquareTile,
+          .d_lb_rest = a.solve + tile * kSquareTile,
           .through = sums,
           .along_v = sums + 4 * kChunkedWidth,
-          .diagonal = sums + 4 * kChunkedWidth + kChunk};
+          .diagonal = sums + 4 * kChunkedWidth + kChunk,
+          .q_down = downs,
+          .k_down = downs + 2 * kChunk,
+          .kb_down = downs + 4 * kChunk};
 }
 // Where a lane's eight numbers lie: rows from `row`, columns from piece `piece` (even).
 __device__ inline int lane_place(int row, int piece) {

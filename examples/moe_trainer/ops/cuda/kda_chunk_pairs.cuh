@@ -6,6 +6,9 @@
 // 16-row blocks on the diagonal. Inside such a block the reference is its eighth row and factors may exceed
 // one; where a gate decays so fast that they could overflow, levels 8 .. 1 take its place.
 //
+// For nearly equal keys with b near 1 the sums over rows telescope: dA, dL, k as j and q are pairs of bf16
+// numbers, the second what rounding left of the first. The product of two rests is left out.
+//
 // Warp w has rows 16 (w % 4) and columns 32 (w / 4) of the (64, 128) results.
 #pragma once
 
@@ -27,7 +30,11 @@ struct PairSums {
 
 // A step's operands: rows times their factors as i, and as j.
 struct StepTiles {
-  unsigned char q_later[kWideTile], k_later[kWideTile], k_earlier[kWideTile];
+  unsigned char q_later[kWideTile], k_later[kWideTile], k_earlier[kWideTile], q_rest[kWideTile];
+};
+// What rounding left of dA, of b dL, and of a step's k_earlier.
+struct RestTiles {
+  unsigned char d_a[kSquareTile], d_lb[kSquareTile], k_earlier[kWideTile];
 };
 // The members of a union follow one another in time.
 struct PairShared {
@@ -41,7 +48,10 @@ struct PairShared {
     float G[kChunk * kRowFloats];
     float d_k[kChunk * kRowFloats];
   };
-  float after[kChunk * kRowFloats];   // goes to g of this row and of earlier ones; then dg, then sums of dz
+  union {
+    RestTiles rests;
+    float after[kChunk * kRowFloats];  // goes to g of this row and of earlier ones; then dg, then sums of dz
+  };
   float before[kChunk * kRowFloats];  // goes to g of later rows; then sums of dA's terms
   float beta[kChunk], q_inverse[kChunk], k_inverse[kChunk], along_v[kChunk], diagonal[kChunk];
   float d_beta[4][kChunk];  // of each quarter of the columns
@@ -87,12 +97,14 @@ __device__ void scale_rows(const WarpPlace& at, int step, float scale, PairShare
       if (kInBlock || !far || upper) {
         const std::uint32_t q_pair = tile_pair(shared.q, row, at.piece + n, at.quad);
         const float later[2] = {factors[n][c], factors[n][c + 1]};
-        store_pair<WideTile>(shared.step.q_later, row, at.piece + n, q_inverse * low_half(q_pair) * later[0],
+        store_both<WideTile>(shared.step.q_later, shared.step.q_rest, row, at.piece + n,
+                             q_inverse * low_half(q_pair) * later[0],
                              q_inverse * high_half(q_pair) * later[1]);
         store_pair<WideTile>(shared.step.k_later, row, at.piece + n, k[0] * later[0], k[1] * later[1]);
       }
       if (kInBlock || !far || !upper) {
-        store_pair<WideTile>(shared.step.k_earlier, row, at.piece + n, k[0] * earlier[0], k[1] * earlier[1]);
+        store_both<WideTile>(shared.step.k_earlier, shared.rests.k_earlier, row, at.piece + n,
+                             k[0] * earlier[0], k[1] * earlier[1]);
       }
     }
   }
@@ -114,22 +126,38 @@ __device__ inline void keep_level(std::uint32_t (&a)[4], int s, Order order) {
 }
 
 // What a pair adds to g between its rows is its product, with one sign at i and the other at j; both are
-// formed from the same rounded operands, so outside of (j, i] they cancel to fp32 and not to bf16.
-__device__ inline void join_later(const PairShared& shared, const WarpPlace& at, const Tiles& acc_q,
-                                  const Tiles& acc_k, const Tiles& factors, PairSums& sums) {
+// formed from the same rounded operands, so outside of (j, i] they cancel far below bf16.
+__device__ inline float2 both_parts(std::uint32_t pair, std::uint32_t rest) {
+  return make_float2(low_half(pair) + low_half(rest), high_half(pair) + high_half(rest));
+}
+__device__ inline void join_later_q(const PairShared& shared, const WarpPlace& at, const Tiles& acc,
+                                    const Tiles& factors, PairSums& sums) {
 #pragma unroll
   for (int c = 0; c < 4; c += 2) {
 #pragma unroll
     for (int n = 0; n < kPairPieces; ++n) {
-      const std::uint32_t q = tile_pair(shared.step.q_later, at.row_of(c), at.piece + n, at.quad);
+      const float2 q = both_parts(tile_pair(shared.step.q_later, at.row_of(c), at.piece + n, at.quad),
+                                  tile_pair(shared.step.q_rest, at.row_of(c), at.piece + n, at.quad));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sums.d_q[n][c + e] += factors[n][c + e] * acc[n][c + e];
+        sums.d_g[n][c + e] += (e == 0 ? q.x : q.y) * acc[n][c + e];
+      }
+    }
+  }
+}
+__device__ inline void join_later_k(const PairShared& shared, const WarpPlace& at, const Tiles& acc,
+                                    const Tiles& factors, PairSums& sums) {
+#pragma unroll
+  for (int c = 0; c < 4; c += 2) {
+#pragma unroll
+    for (int n = 0; n < kPairPieces; ++n) {
       const std::uint32_t k = tile_pair(shared.step.k_later, at.row_of(c), at.piece + n, at.quad);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float factor = factors[n][c + e];
-        const float along = (e == 0 ? low_half(k) : high_half(k)) * acc_k[n][c + e];
-        sums.d_q[n][c + e] += factor * acc_q[n][c + e];
-        sums.d_k[n][c + e] += factor * acc_k[n][c + e];
-        sums.d_g[n][c + e] += (e == 0 ? low_half(q) : high_half(q)) * acc_q[n][c + e] + along;
+        const float along = (e == 0 ? low_half(k) : high_half(k)) * acc[n][c + e];
+        sums.d_k[n][c + e] += factors[n][c + e] * acc[n][c + e];
+        sums.d_g[n][c + e] += along;
         sums.d_beta[c / 2] += along;
       }
     }
@@ -141,12 +169,13 @@ __device__ inline void join_earlier(const PairShared& shared, const WarpPlace& a
   for (int c = 0; c < 4; c += 2) {
 #pragma unroll
     for (int n = 0; n < kPairPieces; ++n) {
-      const std::uint32_t k = tile_pair(shared.step.k_earlier, at.row_of(c), at.piece + n, at.quad);
+      const float2 k = both_parts(tile_pair(shared.step.k_earlier, at.row_of(c), at.piece + n, at.quad),
+                                  tile_pair(shared.rests.k_earlier, at.row_of(c), at.piece + n, at.quad));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float factor = factors[n][c + e];
         sums.d_k[n][c + e] += (step == kBlock ? reciprocal_fast(factor) : factor) * acc[n][c + e];
-        sums.d_g[n][c + e] -= (e == 0 ? low_half(k) : high_half(k)) * acc[n][c + e];
+        sums.d_g[n][c + e] -= (e == 0 ? k.x : k.y) * acc[n][c + e];
       }
     }
   }
@@ -163,51 +192,90 @@ __device__ inline Partners partners_of(int row, int step) {
   if (step == 16) return {upper, !upper, row ^ 16, 1};
   return {upper, !upper, upper ? 0 : 32, 2};
 }
-// acc += a times sixteen rows from `other`.
-__device__ inline void add_rows(const std::uint32_t (&a)[4], const unsigned char* rows, const WarpPlace& at,
+// Operand A of sixteen rows of dA or b dL, and its rest.
+struct PairOperand {
+  std::uint32_t high[4], rest[4];
+};
+__device__ inline PairOperand pair_operand(const unsigned char* tile, const unsigned char* rest, int row,
+                                           int other, int step, Order order) {
+  PairOperand out;
+  if (order == Order::kRowColumn) {
+    load_a<SquareTile>(out.high, tile, row, other / 8);
+    load_a<SquareTile>(out.rest, rest, row, other / 8);
+  } else {
+    load_a_transposed<SquareTile>(out.high, tile, other, row / 8);
+    load_a_transposed<SquareTile>(out.rest, rest, other, row / 8);
+  }
+  if (step < 16 && step != kBlock) {
+    keep_level(out.high, step, order);
+    keep_level(out.rest, step, order);
+  }
+  return out;
+}
+// acc += a times sixteen rows from `other`; or its high part times their rest.
+__device__ inline void add_rows(const PairOperand& a, const unsigned char* rows, const WarpPlace& at,
                                 int other, Tiles& acc) {
 #pragma unroll
   for (int n = 0; n < kPairPieces; n += 2) {
     std::uint32_t b[4];
     load_b_transposed<WideTile>(b, rows, other, at.piece + n);
-    mma_bf16(acc[n], a, b[0], b[1]);
-    mma_bf16(acc[n + 1], a, b[2], b[3]);
+    mma_bf16(acc[n], a.high, b[0], b[1]);
+    mma_bf16(acc[n + 1], a.high, b[2], b[3]);
+    mma_bf16(acc[n], a.rest, b[0], b[1]);
+    mma_bf16(acc[n + 1], a.rest, b[2], b[3]);
+  }
+}
+__device__ inline void add_rests(const PairOperand& a, const unsigned char* rests, const WarpPlace& at,
+                                 int other, Tiles& acc) {
+#pragma unroll
+  for (int n = 0; n < kPairPieces; n += 2) {
+    std::uint32_t b[4];
+    load_b_transposed<WideTile>(b, rests, other, at.piece + n);
+    mma_bf16(acc[n], a.high, b[0], b[1]);
+    mma_bf16(acc[n + 1], a.high, b[2], b[3]);
+  }
+}
+// acc += rows of dA or b dL times k as j.
+__device__ inline void add_later(const unsigned char* tile, const unsigned char* rest,
+                                 const PairShared& shared, const WarpPlace& at, const Partners& partners,
+                                 int step, Tiles& acc) {
+#pragma unroll 1
+  for (int other = partners.first; other < partners.first + 16 * partners.count; other += 16) {
+    const PairOperand a = pair_operand(tile, rest, at.row, other, step, Order::kRowColumn);
+    add_rows(a, shared.step.k_earlier, at, other, acc);
+    add_rests(a, shared.rests.k_earlier, at, other, acc);
+  }
+}
+// acc += columns of dA times q, and of b dL times k, as i.
+__device__ inline void add_earlier(const PairShared& shared, const WarpPlace& at, const Partners& partners,
+                                   int step, Tiles& acc) {
+#pragma unroll 1
+  for (int other = partners.first; other < partners.first + 16 * partners.count; other += 16) {
+    const PairOperand d_a =
+        pair_operand(shared.d_a, shared.rests.d_a, at.row, other, step, Order::kColumnRow);
+    add_rows(d_a, shared.step.q_later, at, other, acc);
+    add_rests(d_a, shared.step.q_rest, at, other, acc);
+    const PairOperand d_l =
+        pair_operand(shared.d_lb, shared.rests.d_lb, at.row, other, step, Order::kColumnRow);
+    add_rows(d_l, shared.step.k_later, at, other, acc);
   }
 }
 __device__ inline void add_step(const PairShared& shared, const WarpPlace& at, int step, const Tiles& factors,
                                 PairSums& sums) {
   const Partners partners = partners_of(at.row, step);
-  const bool masked = step < 16 && step != kBlock;
   if (partners.later) {
-    Tiles acc_q = {}, acc_k = {};
-#pragma unroll 1
-    for (int other = partners.first; other < partners.first + 16 * partners.count; other += 16) {
-      std::uint32_t d_a[4], d_l[4];
-      load_a<SquareTile>(d_a, shared.d_a, at.row, other / 8);
-      load_a<SquareTile>(d_l, shared.d_lb, at.row, other / 8);
-      if (masked) {
-        keep_level(d_a, step, Order::kRowColumn);
-        keep_level(d_l, step, Order::kRowColumn);
-      }
-      add_rows(d_a, shared.step.k_earlier, at, other, acc_q);
-      add_rows(d_l, shared.step.k_earlier, at, other, acc_k);
+    {
+      Tiles acc = {};
+      add_later(shared.d_a, shared.rests.d_a, shared, at, partners, step, acc);
+      join_later_q(shared, at, acc, factors, sums);
     }
-    join_later(shared, at, acc_q, acc_k, factors, sums);
+    Tiles acc = {};
+    add_later(shared.d_lb, shared.rests.d_lb, shared, at, partners, step, acc);
+    join_later_k(shared, at, acc, factors, sums);
   }
   if (partners.earlier) {
     Tiles acc = {};
-#pragma unroll 1
-    for (int other = partners.first; other < partners.first + 16 * partners.count; other += 16) {
-      std::uint32_t d_a[4], d_l[4];
-      load_a_transposed<SquareTile>(d_a, shared.d_a, other, at.row / 8);
-      load_a_transposed<SquareTile>(d_l, shared.d_lb, other, at.row / 8);
-      if (masked) {
-        keep_level(d_a, step, Order::kColumnRow);
-        keep_level(d_l, step, Order::kColumnRow);
-      }
-      add_rows(d_a, shared.step.q_later, at, other, acc);
-      add_rows(d_l, shared.step.k_later, at, other, acc);
-    }
+    add_earlier(shared, at, partners, step, acc);
     join_earlier(shared, at, step, acc, factors, sums);
   }
 }

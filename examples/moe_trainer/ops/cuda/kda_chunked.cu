@@ -72,7 +72,7 @@ class Pass {
       : list_(list_size(shape)), step_(shape.packing ? 1 : shape.batch), heads_(shape.value_heads) {
     const bool grouped = shape.value_heads != shape.key_heads;
     const std::int64_t tile_bytes =
-        3 * kWideTile + 2 * kSquareTile + (kind == Kind::kBackward ? 2 * (kWideTile + kStateTile) : 0);
+        3 * kWideTile + 2 * kSquareTile + (kind == Kind::kBackward ? 3 * kWideTile + 2 * kStateTile : 0);
     const std::int64_t part_bytes = kind == Kind::kBackward && grouped ? 4 * kWideTile : 0;
     const std::int64_t fit = kScratchBytes / (heads_ * (tile_bytes + part_bytes));
     turn_ = std::max(std::min({fit, kMaxTurn, list_}) / step_, std::int64_t{1}) * step_;
@@ -85,7 +85,7 @@ class Pass {
     for (unsigned char** square : {&chunked_.a, &chunked_.solve}) *square = take(kSquareTile);
     chunked_.decay = call.scratch<float>(tiles * kDecayFloats);
     if (kind == Kind::kForward) return;
-    for (unsigned char** wide : {&chunked_.vn, &chunked_.d_vb}) *wide = take(kWideTile);
+    for (unsigned char** wide : {&chunked_.vn, &chunked_.vn_rest, &chunked_.d_vb}) *wide = take(kWideTile);
     for (unsigned char** state : {&chunked_.state, &chunked_.d_state}) *state = take(kStateTile);
   }
 

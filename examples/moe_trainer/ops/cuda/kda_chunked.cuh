@@ -166,5 +166,13 @@ __device__ void store_pair(unsigned char* tile, int row, int n, float low, float
   const int quad = static_cast<int>(threadIdx.x) & 3;
   *reinterpret_cast<std::uint32_t*>(tile + Tile::at(row, n) + 4 * quad) = pack_bf16(low, high);
 }
+// The same, and what rounding left of it, to two tiles.
+template <typename Tile>
+__device__ void store_both(unsigned char* tile, unsigned char* rest, int row, int n, float low, float high) {
+  const int at = Tile::at(row, n) + 4 * (static_cast<int>(threadIdx.x) & 3);
+  const std::uint32_t pair = pack_bf16(low, high);
+  *reinterpret_cast<std::uint32_t*>(tile + at) = pair;
+  *reinterpret_cast<std::uint32_t*>(rest + at) = rest_of(pair, low, high);
+}
 
 }  // namespace terrace::trainer::cuda

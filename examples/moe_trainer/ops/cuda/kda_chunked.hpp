@@ -7,9 +7,9 @@
 //
 // The list of chunks: chunk n of batch row b is entry n B + b; packed, the sequences' chunks follow one
 // another. Scratch grows with the chunks of a turn, not with the length: turns are ranges of the list, one
-// after another, with the state between them carried in fp32. Operands of tensor cores are bf16, sums are
-// fp32, and fp32 too are g, its sums, beta, L, M and the state itself; the copy of a state that backward
-// reads is bf16.
+// after another, with the state between them carried in fp32. Operands of tensor cores are fp16 or bf16, sums
+// are fp32, and fp32 too are g, its sums, beta, L, M and the state itself; the copy of a state that backward
+// reads is bf16. Where sums over rows cancel, an operand is two bf16 numbers, x and what rounding left of it.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ struct KdaChunked {
   // the scale and M = (I + L)^-1, SquareTiles, valid on and below the diagonal's 16-row blocks.
   unsigned char *key_start, *to_end, *from_start, *a, *solve;
   float* decay;  // (chunk, head, 192): e^G of the whole chunk, then b of each row
-  // From the walks to the gradients, in bf16: vn and dvb = M^T dvn, ColumnTiles; S and dS'. They are enough:
-  // dkb = M^T dw = -dvb S^T, and dL = -(dvb u^T + dkb w^T) = -dvb vn^T below the diagonal.
-  unsigned char *vn, *d_vb, *state, *d_state;
+  // From the walks to the gradients, in bf16: vn, its rest, and dvb = M^T dvn, ColumnTiles; S and dS'. They
+  // are enough: dkb = M^T dw = -dvb S^T, and dL = -(dvb u^T + dkb w^T) = -dvb vn^T below the diagonal.
+  unsigned char *vn, *vn_rest, *d_vb, *state, *d_state;
 };
 
 struct KdaWalk {

@@ -96,6 +96,21 @@ __device__ inline void load_bulk(void* shared, const void* global, std::uint32_t
 }
 __device__ inline float low_half(std::uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(std::uint32_t pair) { return __uint_as_float(pair & 0xffff0000U); }
+// Two whole numbers of 16 bits with a sign: adding 1.5 2^23 leaves them in a float's lower half.
+__device__ inline std::uint32_t pack_fixed(float low, float high) {
+  constexpr float kWhole = 12582912.0F;
+  return (__float_as_uint(low + kWhole) & 0xffffU) | (__float_as_uint(high + kWhole) << 16);
+}
+__device__ inline float2 unpack_fixed(std::uint32_t pair) {
+  constexpr std::uint32_t kWhole = 0x4b000000U, kSigns = 0x80008000U;  // 2^23
+  pair ^= kSigns;
+  return make_float2(__uint_as_float(kWhole | (pair & 0xffffU)) - 8421376.0F,
+                     __uint_as_float(kWhole | (pair >> 16)) - 8421376.0F);
+}
+// What rounding two numbers to the bf16 `pair` left of them, itself in bf16: with it they have 16 bits.
+__device__ inline std::uint32_t rest_of(std::uint32_t pair, float low, float high) {
+  return pack_bf16(low - low_half(pair), high - high_half(pair));
+}
 
 // Where piece `piece` (8 numbers) of a row lies, in bytes.
 struct WideTile {  // 128 columns

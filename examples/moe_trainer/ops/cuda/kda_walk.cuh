@@ -211,6 +211,20 @@ __device__ inline void pack_results(const float (&acc)[8][4], const float (&fact
   }
 }
 
+// What that rounding left, in place of its result.
+__device__ inline void pack_rests(const float (&acc)[8][4], const float (&factor)[2],
+                                  std::uint32_t (&columns)[4][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float(&tile)[4] = acc[2 * step + i / 2];
+      const int e = i % 2;
+      columns[step][i] = rest_of(columns[step][i], factor[e] * tile[2 * e], factor[e] * tile[2 * e + 1]);
+    }
+  }
+}
+
 // Rows of v or do in shared memory, a warp's sixteen columns 32 bytes each; a row longer by one piece keeps
 // eight rows in different banks.
 template <int kWarps>

@@ -157,7 +157,11 @@ __device__ void walk_chunk(const KdaChunked& a, const KdaWalk& walk, const Seque
     std::uint32_t results[4][4];
     pack_results(solved, lift.down, results);
     stage_columns(results, staged);
-    copy_column(staged, a.vn + tile * kWideTile + mine.first / 16 * 2048);
+    const std::int64_t place = tile * kWideTile + mine.first / 16 * 2048;
+    copy_column(staged, a.vn + place);
+    pack_rests(solved, lift.down, results);
+    stage_columns(results, staged);
+    copy_column(staged, a.vn_rest + place);
   }
 }
 

@@ -31,6 +31,7 @@ set(MOE_OPS_CUDA_SOURCES
     ${CMAKE_CURRENT_LIST_DIR}/dsa_forward.cu
     ${CMAKE_CURRENT_LIST_DIR}/dsa_backward.cu
     ${CMAKE_CURRENT_LIST_DIR}/dsa_backward_hopper.cu
+    ${CMAKE_CURRENT_LIST_DIR}/dsa_lists.cu
     ${CMAKE_CURRENT_LIST_DIR}/dsa_pack.cu
     ${CMAKE_CURRENT_LIST_DIR}/router.cu
     ${CMAKE_CURRENT_LIST_DIR}/permute.cu
@@ -38,6 +39,8 @@ set(MOE_OPS_CUDA_SOURCES
     ${CMAKE_CURRENT_LIST_DIR}/rows.cu
     ${CMAKE_CURRENT_LIST_DIR}/elementwise.cu
     ${CMAKE_CURRENT_LIST_DIR}/embedding.cu
+    ${CMAKE_CURRENT_LIST_DIR}/fp8_grouped.cu
+    ${CMAKE_CURRENT_LIST_DIR}/fp8_quantise.cu
     ${CMAKE_CURRENT_LIST_DIR}/loss.cpp
     ${CMAKE_CURRENT_LIST_DIR}/loss_rows.cu
     ${CMAKE_CURRENT_LIST_DIR}/sum_of_squares.cu)
@@ -52,5 +55,6 @@ set(MOE_OPS_HOPPER_SOURCES
     ${CMAKE_CURRENT_LIST_DIR}/dsa_key_gradients.cu
     ${CMAKE_CURRENT_LIST_DIR}/dsa_scores_hopper.cu
     ${CMAKE_CURRENT_LIST_DIR}/dsa_token_gradients.cu
+    ${CMAKE_CURRENT_LIST_DIR}/fp8_grouped_hopper.cu
     ${CMAKE_CURRENT_LIST_DIR}/grouped_hopper.cu
     ${CMAKE_CURRENT_LIST_DIR}/loss_tiles.cu)

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Trains a public model in transformers as moe_trainer does: the same weights, the same batches, the same AdamW.
+
+    kimi_training.py MODEL --tokens FILE --config FILE [--device cpu|cuda]
+
+FILE of --tokens: a JSON line {"ids": [[...]], "labels": [[...]]} a step. One JSON line {"step", "loss"} a step on stdout: the
+mean loss before the update. Everything is fp32, without TF32, and plain PyTorch: no kernel of another package is used.
+"""
+import argparse
+import json
+import math
+import os
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+DEFAULTS = {"batch": 2, "length": 64, "steps": 100, "schedule_steps": 100, "warmup_steps": 10, "learning_rate": 3e-3,
+            "final_learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1,
+            "clip_norm": 1.0}
+
+
+def training_of(path):
+    values, section = dict(DEFAULTS), ""
+    for line in open(path, encoding="utf-8"):
+        line = line.split("#")[0].strip()
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif "=" in line and section == "train":
+            key, text = (part.strip() for part in line.split("=", 1))
+            if key in values:
+                values[key] = float(text)
+    return values
+
+
+def learning_rate_at(t, step):
+    """Linear warm-up, then a cosine: examples/moe_trainer/optimizer.cpp."""
+    if step <= t["warmup_steps"]:
+        return t["learning_rate"] * step / t["warmup_steps"]
+    done = min(1.0, (step - t["warmup_steps"]) / max(1, t["schedule_steps"] - t["warmup_steps"]))
+    share = 0.5 * (1 + math.cos(math.pi * done))
+    return t["final_learning_rate"] + (t["learning_rate"] - t["final_learning_rate"]) * share
+
+
+def is_matrix(name, parameter):
+    """What decays: matrices and stacks of them; not norms, gates' vectors, nor a convolution's taps."""
+    return parameter.dim() >= 2 and "conv1d" not in name and not name.endswith(("A_log", "dt_bias"))
+
+
+def clip(parameters, most):
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in parameters))
+    if most > 0 and norm > most:
+        for p in parameters:
+            p.grad.mul_(float(most / norm))
+
+
+class Balance:
+    """Moves the routers' biases towards equal counts once a step, as the trainer does; transformers leaves that to its user."""
+
+    RATE = 1e-3
+
+    def __init__(self, model):
+        self.chosen = {}
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias") and hasattr(module, "weight"):
+                module.register_forward_hook(lambda gate, _, out: self.chosen.update({gate: out[2]}))
+
+    def step(self):
+        for gate, chosen in self.chosen.items():
+            bias = gate.e_score_correction_bias
+            counts = torch.bincount(chosen.flatten(), minlength=bias.numel()).float()
+            bias += self.RATE * torch.sign(counts.mean() - counts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("model")
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    training = training_of(options.config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32, attn_implementation="eager").to(options.device).train()
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for n, p in named if is_matrix(n, p)], "weight_decay": training["weight_decay"]},
+              {"params": [p for n, p in named if not is_matrix(n, p)], "weight_decay": 0.0}]
+    print("no decay: " + " ".join(n for n, p in named if not is_matrix(n, p)), file=sys.stderr)
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(training["beta1"], training["beta2"]), eps=training["adam_eps"])
+    balance = Balance(model)
+    for step, line in enumerate(open(options.tokens, encoding="utf-8"), 1):
+        batch = {key: torch.tensor(value, device=options.device) for key, value in json.loads(line).items()}
+        logits = model(input_ids=batch["ids"], use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        adam.zero_grad()
+        loss.backward()
+        trained = [p for _, p in named if p.grad is not None]
+        clip(trained, training["clip_norm"])
+        for group in adam.param_groups:
+            group["lr"] = learning_rate_at(training, step)
+        adam.step()
+        balance.step()
+        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

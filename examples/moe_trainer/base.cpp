@@ -1,0 +1,95 @@
+#include "examples/moe_trainer/base.hpp"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <sstream>
+#include <string_view>
+#include <vector>
+
+#include "examples/moe_trainer/checkpoint.hpp"
+#include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/host_copy.hpp"
+#include "examples/moe_trainer/random.hpp"
+
+namespace terrace::trainer {
+
+namespace {
+
+// Keys of a model's sections that say how it was trained, or how it is computed, and not what it is.
+constexpr std::array<std::string_view, 6> kOfTraining = {"dsa.index_loss_weight", "dsa.warmup_steps",
+                                                         "moe.balance",           "moe.balance_rate",
+                                                         "moe.compute",           "moe.sequence_loss_weight"};
+
+bool is_frozen(const NamedArray& array) {
+  return array.parameter == nullptr || array.parameter->m == nullptr;
+}
+
+// Canonical text by key.
+std::map<std::string, std::string> keys_in(const std::string& canonical) {
+  std::map<std::string, std::string> keys;
+  std::istringstream lines(canonical);
+  std::string line;
+  while (std::getline(lines, line)) {
+    const std::size_t equals = line.find(" = ");
+    if (equals != std::string::npos) keys[line.substr(0, equals)] = line.substr(equals + 3);
+  }
+  return keys;
+}
+
+bool describes_model(const std::string& key) {
+  const std::string table = key.substr(0, key.find('.'));
+  if (table == "train" || table == "lora" || table == "images") return false;
+  return std::find(kOfTraining.begin(), kOfTraining.end(), key) == kOfTraining.end();
+}
+
+void check_same_model(const std::string& path, const Config& config) {
+  const auto there = keys_in(read_checkpoint_info(path).config);
+  const auto here = keys_in(canonical_text(config));
+  const auto rank = there.find("lora.rank");
+  if (rank != there.end() && rank->second != "0") {
+    bad_input(path + ": holds adapters alone; --base wants a checkpoint of a whole model");
+  }
+  for (const auto& [key, value] : here) {
+    const auto found = there.find(key);
+    if (!describes_model(key) || found == there.end() || found->second == value) continue;
+    bad_input(path + ": was trained with " + key + " = " + found->second + " (here: " + value +
+              "); describe the same model with --config");
+  }
+}
+
+}  // namespace
+
+void load_base(const std::string& path, const Config& config, Session& session, const Model& model) {
+  check_same_model(path, config);
+  std::vector<CheckpointNumbers> wanted;
+  for (const NamedArray& array : model.arrays()) {
+    if (!is_frozen(array)) continue;
+    wanted.push_back({array.name, array.shape, [&session, array](std::int64_t first, auto numbers) {
+                        if (array.parameter == nullptr) {
+                          upload(session, numbers, array.value + first);
+                        } else {
+                          set_values(session, *array.parameter, first, numbers);
+                        }
+                      }});
+  }
+  read_checkpoint_numbers(path, wanted);
+}
+
+std::uint64_t base_fingerprint(Session& session, const Model& model) {
+  std::uint64_t hash = hash_text("");
+  for (const NamedArray& array : model.arrays()) {
+    if (!is_frozen(array)) continue;
+    hash = hash_text(array.name, hash);
+    const std::int64_t count = array.parameter != nullptr ? array.parameter->count() : array.shape.front();
+    const bool rounded = array.value == nullptr;
+    const auto size = static_cast<std::size_t>(count) * (rounded ? sizeof(Bf16) : sizeof(float));
+    const auto* from = rounded ? reinterpret_cast<const std::byte*>(array.parameter->copy)
+                               : reinterpret_cast<const std::byte*>(array.value);
+    const std::vector<std::byte> bytes = download_bytes(session, from, size);
+    hash = hash_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, hash);
+  }
+  return hash;
+}
+
+}  // namespace terrace::trainer
