@@ -4,7 +4,6 @@
 #include <functional>
 #include <numeric>
 #include <span>
-#include <thread>
 #include <utility>
 
 #include "examples/moe_trainer/failure.hpp"
@@ -18,41 +17,8 @@ namespace {
 // Gaps between parameters hold zeros, have zero gradients, and so stay zero.
 constexpr std::int64_t kAlignment = 64;  // floats
 
-float start_value(const Init& init, const CounterRandom& random, std::uint64_t index) {
-  switch (init.form) {
-    case Init::Form::kNormal:
-      return static_cast<float>(init.a * random.normal(index));
-    case Init::Form::kUniform:
-      return static_cast<float>(init.a + (init.b - init.a) * random.uniform(index));
-    case Init::Form::kConstant:
-      break;
-  }
-  return static_cast<float>(init.a);
-}
-
-constexpr std::int64_t kStartPiece = std::int64_t{1} << 24;  // numbers made on the host at a time
-constexpr std::size_t kStartShare = std::size_t{1} << 16;    // the least that is worth a thread
-
-void put(float x, float& to) { to = x; }
-void put(float x, Bf16& to) { to = to_bf16(x); }
-
-// to[i] gets number first + i. Each depends on its place alone, so threads share the work as they like.
-template <typename Number>
-void fill_start(const Init& init, const CounterRandom& random, std::int64_t first, std::span<Number> to) {
-  const auto fill = [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-      put(start_value(init, random, static_cast<std::uint64_t>(first) + i), to[i]);
-    }
-  };
-  const std::size_t most = std::max(1U, std::thread::hardware_concurrency());
-  const std::size_t threads = std::clamp<std::size_t>(to.size() / kStartShare, 1, most);
-  const std::size_t share = (to.size() + threads - 1) / threads;
-  std::vector<std::jthread> others;
-  for (std::size_t begin = share; begin < to.size(); begin += share) {
-    others.emplace_back(fill, begin, std::min(begin + share, to.size()));
-  }
-  fill(0, std::min(share, to.size()));
-}
+// Numbers made in one go: a bf16 operator of the CPU works in fp32 scratch.
+constexpr std::int64_t kStartPiece = std::int64_t{1} << 24;
 
 }  // namespace
 
@@ -97,7 +63,7 @@ void ParameterGroup::lay_out() {
   place(frozen_count_, [](const Parameter& p) { return in_frozen_arena(p); });
 }
 
-void ParameterGroup::allocate(Session& session, Memory& memory, const Allocation& how) {
+void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how) {
   lay_out();
   values_ = memory.zeros(1, count_, Pool::kWeights);  // the gaps too
   gradients_ = memory.zeros(1, count_, Pool::kGradient);
@@ -110,7 +76,7 @@ void ParameterGroup::allocate(Session& session, Memory& memory, const Allocation
   }
   if (frozen_count_ > 0) frozen_ = memory.tensor(1, frozen_count_, Pool::kWeights, how.compute);
   set_pointers(how.compute);
-  upload_start(session, how.seed);
+  fill_start(ops, stream, how.seed);
 }
 
 void ParameterGroup::set_pointers(Dtype compute) {
@@ -130,22 +96,18 @@ void ParameterGroup::set_pointers(Dtype compute) {
   }
 }
 
-void ParameterGroup::upload_start(Session& session, std::uint64_t seed) {
-  std::vector<float> numbers;
-  std::vector<Bf16> rounded;
+void ParameterGroup::fill_start(Ops& ops, Stream stream, std::uint64_t seed) const {
   for (const Parameter& parameter : parameters_) {
     const CounterRandom random({.seed = seed, .stream = parameter.name});
-    const auto make = [&](auto& piece, auto* to) {
-      for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
-        piece.resize(static_cast<std::size_t>(std::min(kStartPiece, parameter.count() - first)));
-        fill_start(parameter.init, random, first, std::span(piece));
-        upload(session, std::as_bytes(std::span(piece)), reinterpret_cast<Address>(to + first));
-      }
-    };
-    if (parameter.value != nullptr) {
-      make(numbers, parameter.value);
-    } else {
-      make(rounded, parameter.copy);
+    for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
+      ops.run(stream, RandomFill{.count = std::min(kStartPiece, parameter.count() - first),
+                                 .random = random,
+                                 .first = static_cast<std::uint64_t>(first),
+                                 .draw = parameter.init.form,
+                                 .a = parameter.init.a,
+                                 .b = parameter.init.b,
+                                 .y = parameter.value != nullptr ? Out(parameter.value + first)
+                                                                 : Out(parameter.copy + first)});
     }
   }
 }

@@ -35,16 +35,15 @@ enum class Precision : std::uint8_t {
 
 // How a parameter starts, from counters: the same on every device.
 struct Init {
-  enum class Form : std::uint8_t { kConstant, kNormal, kUniform };
-  Form form = Form::kConstant;
+  Draw form = Draw::kConstant;
   double a = 0;  // the constant, the standard deviation, the least
   double b = 0;  // kUniform: the most
-  [[nodiscard]] static Init constant(double value) { return {Form::kConstant, value, 0}; }
-  [[nodiscard]] static Init normal(double deviation) { return {Form::kNormal, deviation, 0}; }
+  [[nodiscard]] static Init constant(double value) { return {Draw::kConstant, value, 0}; }
+  [[nodiscard]] static Init normal(double deviation) { return {Draw::kNormal, deviation, 0}; }
   struct Range {
     double least, most;
   };
-  [[nodiscard]] static Init uniform(Range range) { return {Form::kUniform, range.least, range.most}; }
+  [[nodiscard]] static Init uniform(Range range) { return {Draw::kUniform, range.least, range.most}; }
 };
 
 struct Parameter {
@@ -84,7 +83,7 @@ class ParameterGroup {
   };
   // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
   // OutOfMemory.
-  void allocate(Session& session, Memory& memory, const Allocation& how);
+  void allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how);
   // Makes the bf16 copies those of the values; nothing where there are none.
   void refresh_copies(Ops& ops, Stream stream) const;
 
@@ -108,7 +107,7 @@ class ParameterGroup {
   [[nodiscard]] std::vector<Range> trained_ranges(Decay decay, std::optional<Part> only) const;
   void lay_out();
   void set_pointers(Dtype compute);
-  void upload_start(Session& session, std::uint64_t seed);
+  void fill_start(Ops& ops, Stream stream, std::uint64_t seed) const;
 
   std::string name_;
   Training base_;

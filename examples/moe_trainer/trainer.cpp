@@ -35,7 +35,7 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
       ops_(require(make_ops(session.device(), memory_))),
       model_(std::make_unique<Model>(session, options_.config)) {
   TERRACE_CHECK((options_.images != nullptr) == (config().images.patch > 0), "images are given as configured");
-  model_->allocate(session_, memory_, options_.seed);
+  model_->allocate(session_, memory_, *ops_, options_.seed);
   optimizer_.emplace(options_.config.train, memory_);
   tokens_ = memory_.tensor(2, config().tokens_per_step(), Pool::kWeights);
   loss_sum_ = memory_.tensor(1, 1, Pool::kWeights);

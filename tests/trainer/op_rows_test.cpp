@@ -1,4 +1,5 @@
 // Gathers and sums of rows: experts' rows with dropped slots, embedding, sums and conversions of arrays.
+#include "examples/moe_trainer/random.hpp"
 #include "tests/trainer/ops_fixture.hpp"
 
 namespace terrace::trainer {
@@ -145,6 +146,32 @@ TEST_P(RowsOps, AddsAndConvertsBetweenTypes) {
   float* nothing = output(3);  // NaN that a factor of zero must not let through
   ops().run(stream(), Add{.count = 3, .out = nothing, .a_factor = 0, .b_factor = 0});
   expect_near("zeros", nothing, Values(3), 0);
+}
+
+// From anywhere, in any number: number i of a stream is what its seed, name and place make it.
+TEST_P(RowsOps, RandomNumbersAreThoseOfTheirPlace) {
+  const CounterRandom random({.seed = 7, .stream = "weights"});
+  for (const std::int64_t count : {0L, 1L, 1000L, 70001L}) {
+    for (const Dtype dtype : kBothTypes) {
+      SCOPED_TRACE(::testing::Message() << count << " " << name_of(dtype));
+      constexpr std::uint64_t kFirst = (1ULL << 33) + 5;
+      Values normal(at(count)), uniform(at(count));
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint64_t place = kFirst + static_cast<std::uint64_t>(i);
+        normal[at(i)] = 0.02 * random.normal(place);
+        uniform[at(i)] = -1 + 4 * random.uniform(place);
+      }
+      const auto fill = [&](Draw draw, double a, double b) {
+        const Out y = output(count, dtype);
+        ops().run(stream(), RandomFill{count, random, kFirst, draw, a, b, y});
+        return y;
+      };
+      const double tolerance = dtype == Dtype::kF32 ? 1e-7 : 4e-3;  // half a unit in the last place
+      expect_near("normal", fill(Draw::kNormal, 0.02, 0), normal, tolerance);
+      expect_near("uniform", fill(Draw::kUniform, -1, 3), uniform, tolerance);
+      expect_near("constant", fill(Draw::kConstant, 0.5, 0), Values(at(count), 0.5), 0);
+    }
+  }
 }
 
 }  // namespace

@@ -109,7 +109,7 @@ ParityReport Parity::run(Session& session) const {
   Memory memory(session);
   const auto ops = require(make_ops(session.device(), memory));
   Model model(session, config_);
-  model.allocate(session, memory, 1);
+  model.allocate(session, memory, *ops, 1);
   folder_.load(session, model, *ops);
   for (const auto& group : model.groups()) group->clear_gradients(session);
   const Batch batch = upload_batch(session, memory, ids_, labels());

@@ -53,9 +53,9 @@ void Model::check_targets() const {
   }
 }
 
-void Model::allocate(Session& session, Memory& memory, std::uint64_t seed) {
+void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
   for (const auto& group : groups_) {
-    group->allocate(session, memory, {.seed = seed, .compute = config_.train.compute});
+    group->allocate(memory, ops, session.compute(), {.seed = seed, .compute = config_.train.compute});
   }
   maps_.allocate(session, memory);
   for (const auto& layer : layers_) layer->allocate(memory);

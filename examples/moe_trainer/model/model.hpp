@@ -35,7 +35,7 @@ class Model {
  public:
   Model(Session& session, const Config& config);
   // Reserves and sets every weight. Throws OutOfMemory.
-  void allocate(Session& session, Memory& memory, std::uint64_t seed);
+  void allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed);
   // Makes what products read that of the fp32 values; after whatever wrote those.
   void refresh_copies(Ops& ops, Stream stream) const;
 

@@ -51,6 +51,13 @@ void compute(const Add& op, std::byte*) {
   });
 }
 
+void compute(const RandomFill& op, std::byte*) {
+  parallel_ranges(op.count, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    float* y = op.y;
+    for (std::int64_t i = begin; i < end; ++i) y[i] = op.number(i);
+  });
+}
+
 void compute(const Convert& op, std::byte*) {
   float factor = op.factor;
   if (op.sum_of_squares != nullptr) factor /= std::sqrt(*op.sum_of_squares) + kRootGuard;

@@ -25,7 +25,21 @@ __global__ void convert(Convert op, Fours fours) {
   fours.store(op.y, i, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
 }
 
+template <typename T>
+__global__ void random_fill(RandomFill op, T* y) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < op.count) store_float(y + i, op.number(i));
+}
+
 }  // namespace
+
+void launch(OpCall& call, const RandomFill& op) {
+  call.set_shape({op.count});
+  with_element(op.y.dtype(), [&](auto element) {
+    using T = decltype(element);
+    call.launch(random_fill<T>, grid_for(op.count), op, static_cast<T*>(op.y.at()));
+  });
+}
 
 void launch(OpCall& call, const Add& op) {
   call.set_shape({op.count});
