@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import demo  # noqa: E402  the text that the demo trains on
+import training_runs  # noqa: E402  the text that the demo trains on
 
 STEPS = 20
 
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--build", required=True)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    text = [str(path) for path in demo.text_files()]
+    text = [str(path) for path in training_runs.text_files()]
     with tempfile.TemporaryDirectory() as folder:
         emulated = run(options.build, "emulated", text, folder)
         other = run(options.build, options.device, text, folder)

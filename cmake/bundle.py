@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-import demo  # noqa: E402  the files of text it trains on
+import training_runs  # noqa: E402  the files of text that it trains on
 
 MOST_BYTES = 64 * 2**20
 # The machine's own: the C and C++ runtimes (newer there than here), the driver, and CUDA's libraries.
@@ -144,7 +144,7 @@ def copy_files(out):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
     (out / "text").mkdir()
-    for path in demo.text_files():
+    for path in training_runs.text_files():
         shutil.copy2(path, out / "text" / path.name)
 
 
@@ -213,7 +213,7 @@ def main():
         write_scripts(build, out)
         pack_binaries(out)
         check_size(out)
-    except (BundleError, demo.DemoError) as error:
+    except (BundleError, training_runs.RunError) as error:
         print(f"bundle: {error}", file=sys.stderr)
         return 1
     return 0

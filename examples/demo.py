@@ -15,9 +15,6 @@ and a log and a result a run. Exit code 0 only if everything is as it should be.
 import argparse
 import json
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
 import sys
@@ -29,21 +26,15 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from training_runs import RunError, last_lines, log_text, losses_equal, merged, mib, run_logged, text_files
+
 # Where between the peak of full recomputation (0) and the peak of none (1) the budget lies.
 BUDGET_SHARE = 0.6
 CALIBRATION_STEPS = 3
 TURN_STEPS = 16  # enough that the two in which Swap Core measures don't count
-TEXT_FOLDER = "/usr/share/games/fortunes"  # Debian package fortunes
-TEXT_FILES = ["art", "computers", "cookie", "definitions", "humorists", "law", "literature", "medicine", "men-women",
-              "people", "politics", "science", "songs-poems", "wisdom", "work"]
 TABLE_BEGIN = "<!-- demo-table -->"
 TABLE_END = "<!-- /demo-table -->"
-CONTROL = re.compile(r"\r\n|\r|\x1b\[[0-9;]*[A-Za-z]")  # what a progress bar writes between its lines
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class DemoError(Exception):
-    pass
 
 
 @dataclass
@@ -65,66 +56,6 @@ def four_runs():
         Run("recompute", "full", "off", budgeted=True),
         Run("swapcore", "full", "auto", budgeted=True),
     ]
-
-
-def merged(turns):
-    """One result of a run's turns: its losses in order, the mean step, the highest peaks, the sum of what was counted."""
-    result = dict(turns[-1])
-    for key in ("losses", "losses_hex"):
-        result[key] = [loss for turn in turns for loss in turn[key]]
-    for key in ("hbm_peak_bytes", "ddr_peak_bytes"):
-        result[key] = max(turn[key] for turn in turns)
-    for key in ("cache_hits", "cache_misses", "cache_late"):
-        result[key] = sum(turn[key] for turn in turns)
-    tokens_per_step = turns[0]["ms_per_step"] * turns[0]["tokens_per_second"] / 1e3
-    result["ms_per_step"] = sum(turn["ms_per_step"] for turn in turns) / len(turns)
-    result["tokens_per_second"] = tokens_per_step / result["ms_per_step"] * 1e3 if result["ms_per_step"] else 0
-    return result
-
-
-def text_files():
-    folder = Path(os.environ.get("TERRACE_TEXT_DIR", TEXT_FOLDER))
-    files = [folder / name for name in TEXT_FILES if (folder / name).is_file()]
-    if not files:
-        raise DemoError(f"no text in {folder}; install the package fortunes (./dev setup), "
-                        "or name a folder that holds its files in TERRACE_TEXT_DIR")
-    return files
-
-
-def run_logged(command, log):
-    """Runs a command with its output in a log, and on our terminal too where there is one (the trainer then draws its
-    progress). An interrupt is passed on once, and the command is waited for."""
-    shown = sys.stderr.isatty()
-    ours, theirs = pty.openpty() if shown else os.pipe()
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    interrupted = None
-    while True:
-        try:
-            # Whoever outlives the command (a daemon) may hold the other side: its end is the command's, not the pipe's.
-            if not select.select([ours], [], [], 0.2)[0]:
-                if child.poll() is not None:
-                    break
-                continue
-            said = os.read(ours, 65536)
-        except OSError:  # a terminal whose other side is closed
-            break
-        except KeyboardInterrupt as interrupt:
-            interrupted = interrupt
-            child.send_signal(signal.SIGINT)
-            continue
-        if not said:
-            break
-        log.write(said)
-        log.flush()
-        if shown:
-            sys.stderr.buffer.write(said)
-            sys.stderr.flush()
-    os.close(ours)
-    child.wait()
-    if interrupted:
-        raise interrupted
-    return child.returncode
 
 
 class Scraper:
@@ -195,7 +126,7 @@ class Demo:
     def program(self, name):
         path = self.build / "bin" / name
         if not path.exists():
-            raise DemoError(f"{path} is not there; ./dev demo builds it")
+            raise RunError(f"{path} is not there; ./dev demo builds it")
         return str(path)
 
     def trainer_command(self, run, steps, checkpoint):
@@ -224,7 +155,7 @@ class Demo:
         with open(log, "ab" if checkpoint else "wb") as output:
             code = run_logged(command, output)
         run.exit_code = code if code >= 0 else 128 - code
-        run.log = CONTROL.sub("\n", log.read_text(encoding="utf-8", errors="replace"))
+        run.log = log_text(log)
         if result.exists():
             run.turns.append(json.loads(result.read_text(encoding="utf-8")))
             run.result = merged(run.turns)
@@ -236,10 +167,10 @@ class Demo:
         for recompute in ("none", "full"):
             run = self.execute(Run(f"calibration-{recompute}", recompute, "off", budgeted=False), CALIBRATION_STEPS)
             if run.exit_code != 0:
-                raise DemoError(f"calibration with --recompute {recompute} failed:\n{last_lines(run.log)}")
+                raise RunError(f"calibration with --recompute {recompute} failed:\n{last_lines(run.log)}")
             peaks[recompute] = run.result["hbm_peak_bytes"]
         if peaks["none"] <= peaks["full"]:
-            raise DemoError(f"recomputation saves no memory here: {peaks['none']} bytes without, {peaks['full']} with")
+            raise RunError(f"recomputation saves no memory here: {peaks['none']} bytes without, {peaks['full']} with")
         share = self.options.budget_share
         self.budget = int(peaks["full"] + share * (peaks["none"] - peaks["full"]))
         note(f"peak {mib(peaks['none'])} without recomputation, {mib(peaks['full'])} with; budget {mib(self.budget)}")
@@ -281,7 +212,7 @@ class Demo:
             pid = int(json.loads(answer.stdout)["pid"]) if answer.returncode == 0 else 0
             if pid > 1:
                 os.kill(pid, signal.SIGTERM)
-        except (DemoError, OSError, ValueError, KeyError, subprocess.SubprocessError):
+        except (RunError, OSError, ValueError, KeyError, subprocess.SubprocessError):
             pass  # it ended by itself
         if self._short_folder:
             self._short_folder.cleanup()
@@ -289,14 +220,6 @@ class Demo:
 
 def note(text):
     print(f"demo: {text}", file=sys.stderr, flush=True)
-
-
-def mib(value):
-    return "-" if value is None else f"{value / 2**20:.1f} MiB"
-
-
-def last_lines(log, count=15):
-    return "\n".join([line for line in log.split("\n") if line.strip()][-count:])
 
 
 def summary_of(demo, runs):
@@ -339,8 +262,7 @@ def table_of(summary):
 
 
 def bits_equal(runs):
-    bits = [run.result.get("losses_hex", []) for run in runs if run.name != "no-tiering"]
-    return bool(bits[0]) and all(other == bits[0] for other in bits)
+    return losses_equal([run.result for run in runs if run.name != "no-tiering"])
 
 
 def says_what_was_missing(log):
@@ -393,7 +315,7 @@ def update_readme(table, summary):
     before, begin, rest = text.partition(TABLE_BEGIN)
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:
-        raise DemoError(f"README.md has no {TABLE_BEGIN} ... {TABLE_END}")
+        raise RunError(f"README.md has no {TABLE_BEGIN} ... {TABLE_END}")
     caption = f"Device {summary['device']}, budget {mib(summary['budget_bytes'])} of HBM:"
     readme.write_text(f"{before}{begin}\n{caption}\n\n{table}\n{end}{after}", encoding="utf-8")
     note("README.md has the table of this run")
@@ -422,10 +344,10 @@ def main(arguments):
         good, table, summary = report(demo, demo.run_all())
         if options.update_readme:
             if not good:
-                raise DemoError("README.md is left as it is: the run was not as it should be")
+                raise RunError("README.md is left as it is: the run was not as it should be")
             update_readme(table, summary)
         return 0 if good else 1
-    except DemoError as error:
+    except RunError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

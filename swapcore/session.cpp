@@ -198,6 +198,13 @@ SiteId Session::declare(const SiteSpec& site) {
   return id;
 }
 
+const SiteSpec& Session::site(SiteId id) const {
+  TERRACE_CHECK(id.index < impl_->sites.size(), "a site is declared before it is asked for");
+  return impl_->sites[id.index];
+}
+
+const std::vector<SiteSpec>& Session::sites() const { return impl_->sites; }
+
 Device& Session::device() const { return impl_->device; }
 Stream Session::compute() const { return impl_->compute; }
 const Policy& Session::policy() const { return impl_->policy; }

@@ -68,6 +68,8 @@ class Session {
   [[nodiscard]] Result<BlockRef> allocate(Bytes size, Pool pool);
 
   [[nodiscard]] SiteId declare(const SiteSpec& site);
+  [[nodiscard]] const SiteSpec& site(SiteId id) const;  // as declared
+  [[nodiscard]] const std::vector<SiteSpec>& sites() const;
 
   void begin_step();
   void enter_forward(int layer, std::uint32_t micro_batch = 0);

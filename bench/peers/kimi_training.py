@@ -55,6 +55,25 @@ def clip(parameters, most):
             p.grad.mul_(float(most / norm))
 
 
+class InFloat64:
+    """Stands in for torch in a module of transformers that names float32 outright, so that it computes in float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def make_model(options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager",
+                                                              experts_implementation="eager")
+    if options.dtype == "float64":
+        torch.Tensor.float = torch.Tensor.double
+        sys.modules[type(model).__module__].torch = InFloat64()
+        model = model.double()
+    return model.to(options.device).train()
+
+
 class Balance:
     """Moves the routers' biases towards equal counts once a step, as the trainer does; transformers leaves that to its user."""
 
@@ -79,12 +98,12 @@ def main():
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     training = training_of(options.config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, attn_implementation="eager").to(options.device).train()
+    model = make_model(options)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [{"params": [p for n, p in named if is_matrix(n, p)], "weight_decay": training["weight_decay"]},
               {"params": [p for n, p in named if not is_matrix(n, p)], "weight_decay": 0.0}]

@@ -67,7 +67,7 @@ nlohmann::ordered_json json_of(const Position& position) {
 }
 
 // What a plan is made of, for programs that judge the plan: seconds, bytes, bytes a second.
-nlohmann::ordered_json json_of(const Snapshot& snapshot) {
+nlohmann::ordered_json json_of(const Snapshot& snapshot, const Session& session) {
   nlohmann::ordered_json json = {{"micro_batches", snapshot.micro_batches},
                                  {"other_seconds", snapshot.other_seconds},
                                  {"hbm_budget", snapshot.hbm_budget.count()},
@@ -82,6 +82,7 @@ nlohmann::ordered_json json_of(const Snapshot& snapshot) {
   auto& sites = json["sites"] = nlohmann::ordered_json::array();
   for (const SiteCost& site : snapshot.sites) {
     sites.push_back({{"layer", site.layer},
+                     {"group", session.site(site.site).group},
                      {"bytes", site.bytes.count()},
                      {"recompute_seconds", site.recompute_seconds}});
   }
@@ -104,7 +105,8 @@ void add_plan(nlohmann::ordered_json& report, const Session& session) {
                                   {"hbm_bytes", error->hbm_bytes},
                                   {"ddr_bytes", error->ddr_bytes}};
   }
-  if (const Snapshot* snapshot = session.snapshot()) report["swapcore_snapshot"] = json_of(*snapshot);
+  if (const Snapshot* snapshot = session.snapshot())
+    report["swapcore_snapshot"] = json_of(*snapshot, session);
 }
 
 }  // namespace

@@ -17,8 +17,9 @@ constexpr Types kTypes[] = {
     {Dtype::kF32, Dtype::kF32}, {Dtype::kBf16, Dtype::kBf16}, {Dtype::kBf16, Dtype::kF32}};
 
 TEST_P(MatmulOps, EveryTransposeAndRaggedShape) {
-  const std::int64_t shapes[][3] = {{1, 1, 1},     {1, 37, 5},    {33, 1, 17},   {64, 96, 32},
-                                    {130, 47, 61}, {5, 200, 301}, {128, 264, 72}};
+  const std::int64_t shapes[][3] = {
+      {1, 1, 1},     {1, 37, 5},     {33, 1, 17},   {64, 96, 32}, {130, 47, 61},
+      {5, 200, 301}, {128, 264, 72}, {61, 545, 530}};  // several blocks of columns and of depth
   std::uint64_t seed = 1;
   for (const auto& [m, n, k] : shapes) {
     for (const Types& types : kTypes) {
