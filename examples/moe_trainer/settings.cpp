@@ -67,8 +67,9 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
       ->check(CLI::PositiveNumber);
   app.add_option("--resume", settings.resume, "Continue from this checkpoint");
   app.add_option("--base", settings.base, "Put the adapters of [lora] on the model of this checkpoint");
-  app.add_option("--evaluate", settings.evaluate,
-                 "Text that is not trained on: its loss, at the start, at the end and as --evaluate-every says")
+  app.add_option(
+         "--evaluate", settings.evaluate,
+         "Text that is not trained on: its loss, at the start, at the end and as --evaluate-every says")
       ->expected(1, -1);
   app.add_option("--evaluate-every", settings.evaluate_every, "Steps between evaluations")
       ->check(CLI::PositiveNumber);
@@ -173,9 +174,6 @@ Config config_of(const Settings& settings, const Config* of_model) {
   }
   if (!settings.base.empty() && config.lora.rank == 0) {
     bad_input("--base: the configuration trains the whole model; add [lora] rank and targets to --config");
-  }
-  if (config.images.patch > 0 && !settings.evaluate.empty()) {
-    bad_input("--evaluate: reads text alone; leave it out where the configuration has [images]");
   }
   if (settings.steps) config.train.steps = *settings.steps;
   if (settings.length) config.train.length = *settings.length;

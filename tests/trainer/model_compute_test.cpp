@@ -3,7 +3,7 @@
 #include <filesystem>
 
 #include "tests/trainer/model_folders.hpp"
-#include "tests/trainer/trainer_rig.hpp"
+#include "tests/trainer/rig_checks.hpp"
 
 namespace terrace::trainer::test {
 namespace {
@@ -61,36 +61,14 @@ TEST(Bf16, GradientsAreThoseOfFp32WithinItsPrecision) {
 }
 
 TEST(Bf16, GivesTheSameBitsHoweverActivationsAreKept) {
-  Rig::Options options = in(Dtype::kBf16);
-  Rig kept(options);
-  Rig again(options);
-  options.config.train.recompute = Recompute::kFull;
-  Rig recomputed(options);
-  options.swapcore = SwapMode::kAuto;
-  Rig cached(options);
-  const auto losses = kept.steps(kSteps);
-  EXPECT_EQ(again.steps(kSteps), losses);
-  EXPECT_EQ(recomputed.steps(kSteps), losses);
-  EXPECT_EQ(cached.steps(kSteps), losses);
-  EXPECT_GT(cached.session().counters().hits, 0U);
+  (void)expect_same_bits_however_kept(in(Dtype::kBf16), kSteps);
 }
 
 TEST(Bf16, ResumesWithTheSameLosses) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "bf16.safetensors";
-  const Rig::Options options = in(Dtype::kBf16);
-  Rig whole(options);
-  const auto losses = whole.steps(4);
-  {
-    Rig first(options);
-    (void)first.steps(2);
-    first.trainer().save(path.string());
-  }
-  Rig second(options);
-  second.trainer().resume(path.string());
-  EXPECT_EQ(second.steps(2), std::vector<float>(losses.begin() + 2, losses.end()));
+  const std::string path = expect_resumes(in(Dtype::kBf16), "bf16");
   const std::string refused = failure_of([&] {
     Rig other(in(Dtype::kF32));
-    other.trainer().resume(path.string());
+    other.trainer().resume(path);
   });
   EXPECT_NE(refused.find("train.compute"), std::string::npos) << refused;
   std::filesystem::remove(path);

@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <map>
 
-#include "tests/trainer/trainer_rig.hpp"
+#include "tests/trainer/rig_checks.hpp"
 
 namespace terrace::trainer::test {
 namespace {
@@ -93,37 +93,15 @@ TEST(Fp8, GradientsAreThoseOfBf16WithinItsPrecision) {
 }
 
 TEST(Fp8, GivesTheSameBitsHoweverActivationsAreKept) {
-  Rig::Options options = in(ExpertCompute::kFp8);
-  Rig kept(options);
-  Rig again(options);
-  options.config.train.recompute = Recompute::kFull;
-  Rig recomputed(options);
-  options.swapcore = SwapMode::kAuto;
-  Rig cached(options);
-  const auto losses = kept.steps(kSteps);
-  EXPECT_EQ(again.steps(kSteps), losses);
-  EXPECT_EQ(recomputed.steps(kSteps), losses);
-  EXPECT_EQ(cached.steps(kSteps), losses);
-  EXPECT_GT(cached.session().counters().hits, 0U);
+  (void)expect_same_bits_however_kept(in(ExpertCompute::kFp8), kSteps);
 }
 
+// The second run's 8-bit weights are its own until the resume.
 TEST(Fp8, ResumesWithTheSameLosses) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "fp8.safetensors";
-  const Rig::Options options = in(ExpertCompute::kFp8);
-  Rig whole(options);
-  const auto losses = whole.steps(4);
-  {
-    Rig first(options);
-    (void)first.steps(2);
-    first.trainer().save(path.string());
-  }
-  Rig second(options);
-  (void)second.steps(1);  // its 8-bit weights are of this run until the resume
-  second.trainer().resume(path.string());
-  EXPECT_EQ(second.steps(2), std::vector<float>(losses.begin() + 2, losses.end()));
+  const std::string path = expect_resumes(in(ExpertCompute::kFp8), "fp8");
   const std::string refused = failure_of([&] {
     Rig other(in(ExpertCompute::kAsModel));
-    other.trainer().resume(path.string());
+    other.trainer().resume(path);
   });
   EXPECT_NE(refused.find("moe.compute"), std::string::npos) << refused;
   std::filesystem::remove(path);

@@ -6,7 +6,7 @@
 
 #include "tests/trainer/image_folder.hpp"
 #include "tests/trainer/model_folders.hpp"
-#include "tests/trainer/trainer_rig.hpp"
+#include "tests/trainer/rig_checks.hpp"
 
 namespace terrace::trainer::test {
 namespace {
@@ -89,14 +89,7 @@ TEST(Images, GiveTheSameBitsHoweverActivationsAreKept) {
   for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
     Rig::Options options = made();
     options.config.train.compute = compute;
-    Rig kept(options);
-    options.config.train.recompute = Recompute::kFull;
-    Rig recomputed(options);
-    options.swapcore = SwapMode::kAuto;
-    Rig cached(options);
-    const auto losses = kept.steps(4);
-    EXPECT_EQ(recomputed.steps(4), losses);
-    EXPECT_EQ(cached.steps(4), losses);
+    (void)expect_same_bits_however_kept(options, 4);
   }
 }
 
@@ -120,17 +113,7 @@ TEST(Images, InBf16FollowTheFp32Run) {
 }
 
 TEST(Images, ResumeWithTheSameLosses) {
-  const auto path = (std::filesystem::path(::testing::TempDir()) / "images.safetensors").string();
-  Rig whole(made());
-  const auto losses = whole.steps(4);
-  {
-    Rig first(made());
-    (void)first.steps(2);
-    first.trainer().save(path);
-  }
-  Rig second(made());
-  second.trainer().resume(path);
-  EXPECT_EQ(second.steps(2), std::vector<float>(losses.begin() + 2, losses.end()));
+  const std::string path = expect_resumes(made(), "images");
   const auto refusal = [&](const Rig::Options& options) {
     return failure_of([&] { Rig(options).trainer().resume(path); });
   };

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <map>
 
-#include "tests/trainer/trainer_rig.hpp"
+#include "tests/trainer/rig_checks.hpp"
 
 namespace terrace::trainer::test {
 namespace {
@@ -65,15 +65,7 @@ TEST(Lora, LearnsAndLeavesTheModelAsItWas) {
 
 TEST(Lora, GivesTheSameBitsHoweverActivationsAreKept) {
   for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
-    Rig::Options options = adapted(compute);
-    Rig kept(options);
-    options.config.train.recompute = Recompute::kFull;
-    Rig recomputed(options);
-    options.swapcore = SwapMode::kAuto;
-    Rig cached(options);
-    const auto losses = kept.steps(kSteps);
-    EXPECT_EQ(recomputed.steps(kSteps), losses);
-    EXPECT_EQ(cached.steps(kSteps), losses);
+    (void)expect_same_bits_however_kept(adapted(compute), kSteps);
   }
 }
 
@@ -127,19 +119,7 @@ TEST(Lora, GradientAgreesWithFiniteDifferences) {
 }
 
 TEST(Lora, ResumesWithTheSameLosses) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "lora.safetensors";
-  const Rig::Options options = adapted(Dtype::kBf16);
-  Rig whole(options);
-  const auto losses = whole.steps(4);
-  {
-    Rig first(options);
-    (void)first.steps(2);
-    first.trainer().save(path.string());
-  }
-  Rig second(options);
-  second.trainer().resume(path.string());
-  EXPECT_EQ(second.steps(2), std::vector<float>(losses.begin() + 2, losses.end()));
-  std::filesystem::remove(path);
+  std::filesystem::remove(expect_resumes(adapted(Dtype::kBf16), "lora"));
 }
 
 TEST(Lora, TakesLessMemory) {

@@ -6,6 +6,7 @@
 
 #include "examples/moe_trainer/ops/cuda/attention.hpp"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
+#include "examples/moe_trainer/ops/cuda/packing.cuh"
 #include "examples/moe_trainer/ops/cuda/reduce.cuh"
 
 namespace terrace::trainer::cuda {
@@ -28,14 +29,10 @@ __global__ void __launch_bounds__(kThreads) fill_reach(FillReach a) {
     return;
   }
   std::int64_t start = 0, end = a.length;
-  if (a.packing) {  // the last sequence that starts at or before t: empty ones come before it
-    std::int64_t low = 0, high = a.packing.sequences;
-    while (high - low > 1) {
-      const std::int64_t middle = (low + high) / 2;
-      (a.packing.starts[middle] <= t ? low : high) = middle;
-    }
-    start = a.packing.starts[low];
-    end = a.packing.starts[low + 1];
+  if (a.packing) {
+    const std::int64_t index = sequence_index(a.packing, t);
+    start = a.packing.starts[index];
+    end = a.packing.starts[index + 1];
   }
   const std::int64_t window = a.window > 0 ? a.window : a.length;
   a.first[t] = static_cast<std::int32_t>(t - start >= window ? t - window + 1 : start);

@@ -6,6 +6,7 @@
 // bias; the bias is the ceil(k T / E)-th smallest cutoff - score over tokens, found digit by digit, less the
 // mean over experts.          logits: (T, E)
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
+#include "examples/moe_trainer/ops/cuda/packing.cuh"
 #include "examples/moe_trainer/ops/cuda/router_scores.cuh"
 
 namespace terrace::trainer::cuda {
@@ -39,17 +40,8 @@ struct Sequence {
 };
 __device__ Sequence sequence_of(const SequenceLoss& op, std::int64_t token) {
   if (!op.packing) return {token / op.length, op.length};
-  std::int64_t low = 0;  // starts[low] <= token < starts[high]
-  std::int64_t high = op.packing.sequences;
-  while (high - low > 1) {
-    const std::int64_t middle = (low + high) / 2;
-    if (op.packing.starts[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return {low, op.packing.starts[low + 1] - op.packing.starts[low]};
+  const std::int64_t index = sequence_index(op.packing, token);
+  return {index, op.packing.starts[index + 1] - op.packing.starts[index]};
 }
 
 __global__ void count_choices(SequenceLoss op, std::int32_t* counts) {

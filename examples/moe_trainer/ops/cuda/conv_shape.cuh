@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "examples/moe_trainer/ops/array.hpp"
+#include "examples/moe_trainer/ops/cuda/packing.cuh"
 
 namespace terrace::trainer::cuda {
 
@@ -32,17 +33,8 @@ __device__ inline Sequence sequence_of(const Packing& packing, std::int64_t leng
     const std::int64_t start = token - token % length;
     return {start, start + length};
   }
-  // The last sequence that starts at or before the token: empty ones before it are passed over.
-  std::int64_t low = 0, high = packing.sequences;
-  while (high - low > 1) {
-    const std::int64_t middle = (low + high) / 2;
-    if (packing.starts[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return {packing.starts[low], packing.starts[low + 1]};
+  const std::int64_t index = sequence_index(packing, token);
+  return {packing.starts[index], packing.starts[index + 1]};
 }
 
 }  // namespace terrace::trainer::cuda

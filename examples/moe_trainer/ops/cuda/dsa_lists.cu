@@ -2,6 +2,7 @@
 // turned round, from keys to slots.
 #include "examples/moe_trainer/ops/cuda/dsa_backward_hopper.cuh"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
+#include "examples/moe_trainer/ops/cuda/packing.cuh"
 
 namespace terrace::trainer::cuda {
 namespace {
@@ -15,28 +16,12 @@ struct CausalLists {
   std::int32_t* out;  // (turn, slots)
 };
 
-// The position at which the sequence of position t starts.
-__device__ std::int32_t start_of(const Packing& packing, std::int64_t t) {
-  if (packing.starts == nullptr) return 0;
-  std::int64_t low = 0;
-  std::int64_t high = packing.sequences;
-  while (high - low > 1) {  // starts[low] <= t < starts[high], but for empty sequences
-    const std::int64_t middle = (low + high) / 2;
-    if (packing.starts[middle] <= t) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return packing.starts[low];
-}
-
 // A thread a slot.
 __global__ void causal_lists(const CausalLists a) {
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= a.turn.count * a.slots) return;
   const std::int64_t t = (a.turn.first + i / a.slots) % a.length;
-  const std::int64_t position = start_of(a.packing, t) + i % a.slots;
+  const std::int64_t position = sequence_start(a.packing, t) + i % a.slots;
   a.out[i] = position <= t ? static_cast<std::int32_t>(position) : -1;
 }
 

@@ -9,6 +9,7 @@
 
 #include "examples/moe_trainer/ops/cuda/dsa.hpp"
 #include "examples/moe_trainer/ops/cuda/operators.hpp"
+#include "examples/moe_trainer/ops/cuda/packing.cuh"
 #include "examples/moe_trainer/ops/cuda/reduce.cuh"
 #include "examples/moe_trainer/ops/cuda/tile.cuh"
 
@@ -54,22 +55,6 @@ __global__ void __launch_bounds__(kTileThreads) index_scores(DsaScoreRows a) {
       a.scores[(row0 + at.row + i) * sizes.length + key0 + at.column + j] = total[i][j] * sizes.index_scale;
     }
   }
-}
-
-// The position at which the sequence of position t starts.
-__device__ std::int64_t sequence_start(const Packing& packing, std::int64_t t) {
-  if (packing.starts == nullptr) return 0;
-  std::int64_t low = 0;
-  std::int64_t high = packing.sequences;
-  while (high - low > 1) {  // starts[low] <= t < starts[high], but for empty sequences
-    const std::int64_t middle = (low + high) / 2;
-    if (packing.starts[middle] <= t) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return packing.starts[low];
 }
 
 // One block a query: what it can't see becomes -inf.
