@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
+#include <span>
 #include <sstream>
 #include <string_view>
 #include <vector>
@@ -58,16 +60,30 @@ void check_same_model(const std::string& path, const Config& config) {
   }
 }
 
+// Numbers in the order in which they lie, `first` the next; those of an unfinished row wait in `rest`.
+void set_rows(Session& session, const Parameter& parameter, std::int64_t first,
+              std::span<const float> numbers, std::vector<float>& rest) {
+  const std::int64_t begin = first - static_cast<std::int64_t>(rest.size());
+  rest.insert(rest.end(), numbers.begin(), numbers.end());
+  const std::size_t width = static_cast<std::size_t>(parameter.width());
+  const std::size_t whole = rest.size() / width * width;
+  if (whole > 0) set_values(session, parameter, begin, std::span(rest).first(whole));
+  rest.erase(rest.begin(), rest.begin() + static_cast<std::ptrdiff_t>(whole));
+}
+
 }  // namespace
 
 void load_base(const std::string& path, const Config& config, Session& session, const Model& model) {
   check_same_model(path, config);
   std::vector<CheckpointNumbers> wanted;
+  const auto rest = std::make_shared<std::vector<float>>();  // empty again at each array's end
   for (const NamedArray& array : model.arrays()) {
     if (!is_frozen(array)) continue;
-    wanted.push_back({array.name, array.shape, [&session, array](std::int64_t first, auto numbers) {
+    wanted.push_back({array.name, array.shape, [&session, array, rest](std::int64_t first, auto numbers) {
                         if (array.parameter == nullptr) {
                           upload(session, numbers, array.value + first);
+                        } else if (array.parameter->in_blocks()) {
+                          set_rows(session, *array.parameter, first, numbers, *rest);
                         } else {
                           set_values(session, *array.parameter, first, numbers);
                         }
@@ -82,12 +98,19 @@ std::uint64_t base_fingerprint(Session& session, const Model& model) {
     if (!is_frozen(array)) continue;
     hash = hash_text(array.name, hash);
     const std::int64_t count = array.parameter != nullptr ? array.parameter->count() : array.shape.front();
-    const bool rounded = array.value == nullptr;
-    const auto size = static_cast<std::size_t>(count) * (rounded ? sizeof(Bf16) : sizeof(float));
-    const auto* from = rounded ? reinterpret_cast<const std::byte*>(array.parameter->copy)
-                               : reinterpret_cast<const std::byte*>(array.value);
-    const std::vector<std::byte> bytes = download_bytes(session, from, size);
-    hash = hash_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, hash);
+    const auto add = [&](const auto* from, std::int64_t numbers) {
+      const std::vector<std::byte> bytes = download_bytes(session, reinterpret_cast<const std::byte*>(from),
+                                                          static_cast<std::size_t>(numbers) * sizeof *from);
+      hash = hash_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, hash);
+    };
+    if (array.value != nullptr) {
+      add(array.value, count);
+    } else if (array.parameter->in_blocks()) {
+      add(array.parameter->block_numbers, count);
+      add(array.parameter->block_scale, array.parameter->scale_count());
+    } else {
+      add(array.parameter->copy, count);
+    }
   }
   return hash;
 }

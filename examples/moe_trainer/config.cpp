@@ -99,6 +99,7 @@ std::vector<Key> keys_of(Config& c) {
       {"moe", "compute", Choice{&c.moe.compute, {"same", "fp8"}}},
       {"lora", "rank", Integer{&c.lora.rank, 0}},
       {"lora", "targets", Words{&c.lora.targets}},
+      {"lora", "base", Choice{&c.lora.base, {"same", "int8"}}},
       {"images", "patch", Integer{&c.images.patch, 0}},
       {"images", "size", Integer{&c.images.size, 1}},
       {"images", "content", Choice{&c.images.content, {"pixels", "blank"}}},
@@ -274,6 +275,17 @@ class Reader {
     }
   }
 
+  void check_base(const toml::source_region& at) const {
+    if (config_.lora.base != LoraBase::kInt8) return;
+    if (config_.lora.rank == 0) {
+      error(at, "lora.base: \"int8\" is for a frozen model; give it adapters by lora.rank and lora.targets");
+    }
+    if (config_.moe.compute == ExpertCompute::kFp8) {
+      error(at,
+            "lora.base: \"int8\" and moe.compute = \"fp8\" exclude each other: experts are kept in one form");
+    }
+  }
+
   // What no key can be blamed for alone; the position is that of the key to change.
   void check_whole(const toml::table& file) const {
     const auto at = [&](const char* table, const char* key) { return place_of(file, table, key); };
@@ -288,6 +300,7 @@ class Reader {
     if ((config_.lora.rank > 0) == config_.lora.targets.empty()) {
       error(at("lora", "rank"), "lora: a rank and targets go together");
     }
+    check_base(at("lora", "base"));
     check_images(file);
     const MoeConfig& moe = config_.moe;
     if (moe.balance == Balance::kQuantile && moe.top_k >= moe.experts) {

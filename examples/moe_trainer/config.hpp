@@ -104,13 +104,18 @@ struct MoeConfig {
   double capacity = 0;              // of an expert, in even shares of a micro-batch's slots; 0: unlimited
   ExpertCompute compute = ExpertCompute::kAsModel;
 };
+enum class LoraBase : std::uint8_t {
+  kAsModel,  // in train.compute
+  kInt8,     // in blocks of 8-bit numbers (ops/quantised.hpp)
+};
 // Low-rank adapters on a frozen model.
 struct LoraConfig {
   std::int64_t rank = 0;                  // 0: all of the model is trained
   std::vector<std::string> targets = {};  // matrices by their name without the layer's: "kda.q", "moe.fc2"
+  LoraBase base = LoraBase::kAsModel;     // how frozen matrices are kept
 };
-// Images in the sequences, each before its caption. A square of pixels is cut into square patches, and each of
-// those is a token.
+// Images in the sequences, each before its caption. A square of pixels is cut into square patches, and each
+// of those is a token.
 enum class ImageContent : std::uint8_t {
   kPixels,
   kBlank,  // all of one grey: what a model without eyes reaches on the same captions

@@ -36,15 +36,17 @@ Parameter& ParameterGroup::declare_adapter(Parameter parameter) {
   return parameters_.emplace_back(std::move(parameter));
 }
 
-bool ParameterGroup::in_frozen_arena(const Parameter& parameter) {
-  return parameter.training == Training::kNo && parameter.decay == Decay::kYes &&
-         parameter.precision == Precision::kCompute;
+ParameterGroup::Arena ParameterGroup::arena_of(const Parameter& parameter) const {
+  if (parameter.training == Training::kYes) return Arena::kTrained;
+  if (parameter.decay == Decay::kNo || parameter.precision == Precision::kFp32) return Arena::kVectors;
+  const bool blocks = form_ == FrozenForm::kBlocks && parameter.precision == Precision::kBase;
+  return blocks ? Arena::kBlocks : Arena::kFrozen;
 }
 
 void ParameterGroup::lay_out() {
   offsets_.assign(parameters_.size(), 0);
-  count_ = 0;
-  frozen_count_ = 0;
+  scale_offsets_.assign(parameters_.size(), 0);
+  count_ = frozen_count_ = block_count_ = scale_count_ = 0;
   const auto place = [&](std::int64_t& end, const auto& belongs) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!belongs(parameters_[i])) continue;
@@ -59,11 +61,21 @@ void ParameterGroup::lay_out() {
   decayed_ = count_;
   place(count_, trained(Decay::kNo));
   trained_ = count_;
-  place(count_, [](const Parameter& p) { return p.training == Training::kNo && !in_frozen_arena(p); });
-  place(frozen_count_, [](const Parameter& p) { return in_frozen_arena(p); });
+  const auto in = [this](Arena arena) {
+    return [this, arena](const Parameter& p) { return arena_of(p) == arena; };
+  };
+  place(count_, in(Arena::kVectors));
+  place(frozen_count_, in(Arena::kFrozen));
+  place(block_count_, in(Arena::kBlocks));
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (arena_of(parameters_[i]) != Arena::kBlocks) continue;
+    scale_offsets_[i] = scale_count_;
+    scale_count_ += parameters_[i].scale_count();
+  }
 }
 
 void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how) {
+  form_ = how.frozen;
   lay_out();
   values_ = memory.zeros(1, count_, Pool::kWeights);  // the gaps too
   gradients_ = memory.zeros(1, count_, Pool::kGradient);
@@ -75,14 +87,25 @@ void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const All
     copies_ = memory.tensor(1, decayed_, Pool::kWeights, how.compute);
   }
   if (frozen_count_ > 0) frozen_ = memory.tensor(1, frozen_count_, Pool::kWeights, how.compute);
+  if (block_count_ > 0) {
+    block_numbers_ = memory.block(Bytes(static_cast<std::uint64_t>(block_count_)), Pool::kWeights);
+    block_scales_ =
+        memory.block(Bytes(static_cast<std::uint64_t>(scale_count_) * sizeof(float)), Pool::kWeights);
+  }
   set_pointers(how.compute);
-  fill_start(ops, stream, how.seed);
+  fill_start(memory, ops, stream, how.seed);
 }
 
 void ParameterGroup::set_pointers(Dtype compute) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    if (in_frozen_arena(parameter)) {
+    const Arena arena = arena_of(parameter);
+    if (arena == Arena::kBlocks) {
+      parameter.block_numbers = reinterpret_cast<std::int8_t*>(block_numbers_->address) + offsets_[i];
+      parameter.block_scale = reinterpret_cast<float*>(block_scales_->address) + scale_offsets_[i];
+      continue;
+    }
+    if (arena == Arena::kFrozen) {
       if (compute == Dtype::kF32) parameter.value = frozen_.f32() + offsets_[i];
       if (compute == Dtype::kBf16) parameter.copy = frozen_.as<Bf16>() + offsets_[i];
       continue;
@@ -96,24 +119,55 @@ void ParameterGroup::set_pointers(Dtype compute) {
   }
 }
 
-void ParameterGroup::fill_start(Ops& ops, Stream stream, std::uint64_t seed) const {
+void ParameterGroup::fill_start(Memory& memory, Ops& ops, Stream stream, std::uint64_t seed) const {
   for (const Parameter& parameter : parameters_) {
     const CounterRandom random({.seed = seed, .stream = parameter.name});
-    for (std::int64_t first = 0; first < parameter.count(); first += kStartPiece) {
-      ops.run(stream, RandomFill{.count = std::min(kStartPiece, parameter.count() - first),
-                                 .random = random,
-                                 .first = static_cast<std::uint64_t>(first),
-                                 .draw = parameter.init.form,
-                                 .a = parameter.init.a,
-                                 .b = parameter.init.b,
-                                 .y = parameter.value != nullptr ? Out(parameter.value + first)
-                                                                 : Out(parameter.copy + first)});
+    const std::int64_t width = parameter.in_blocks() ? parameter.width() : 1;
+    const std::int64_t piece = std::max<std::int64_t>(1, kStartPiece / width) * width;
+    for (std::int64_t first = 0; first < parameter.count(); first += piece) {
+      RandomFill fill{.count = std::min(piece, parameter.count() - first),
+                      .random = random,
+                      .first = static_cast<std::uint64_t>(first),
+                      .draw = parameter.init.form,
+                      .a = parameter.init.a,
+                      .b = parameter.init.b,
+                      .y = nullptr};
+      Tensor drawn;
+      if (parameter.in_blocks()) drawn = memory.tensor(fill.count / width, width, Pool::kScratch);
+      fill.y = drawn                        ? Out(drawn)
+               : parameter.value != nullptr ? Out(parameter.value + first)
+                                            : Out(parameter.copy + first);
+      ops.run(stream, fill);
+      if (!drawn) continue;
+      ops.run(stream, QuantiseBlocks{.rows = drawn.rows,
+                                     .width = width,
+                                     .x = drawn,
+                                     .q = parameter.block_numbers + first,
+                                     .scale = parameter.block_scale + first / width * blocks_of(width)});
     }
   }
 }
 
+namespace {
+
+void set_blocks(Session& session, const Parameter& parameter, std::int64_t first,
+                std::span<const float> from) {
+  const std::int64_t width = parameter.width();
+  const std::int64_t rows = static_cast<std::int64_t>(from.size()) / width;
+  std::vector<std::int8_t> numbers(from.size());
+  std::vector<float> scales(static_cast<std::size_t>(rows * blocks_of(width)));
+  quantise_blocks(
+      {.rows = rows, .width = width, .x = from.data(), .q = numbers.data(), .scale = scales.data()});
+  upload(session, std::as_bytes(std::span(numbers)),
+         reinterpret_cast<Address>(parameter.block_numbers + first));
+  upload(session, scales, parameter.block_scale + first / width * blocks_of(width));
+}
+
+}  // namespace
+
 void set_values(Session& session, const Parameter& parameter, std::int64_t first,
                 std::span<const float> from) {
+  if (parameter.in_blocks()) return set_blocks(session, parameter, first, from);
   if (parameter.value != nullptr) return upload(session, from, parameter.value + first);
   std::vector<Bf16> rounded(from.size());
   std::transform(from.begin(), from.end(), rounded.begin(), [](float x) { return to_bf16(x); });

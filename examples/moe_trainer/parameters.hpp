@@ -8,7 +8,7 @@
 // made again after each step: that is what products read, while the optimizer's small steps add up in fp32.
 //
 // Of a frozen group only what is declared as trained has a gradient of use and moments. Its other matrices
-// are kept once, in the type that products read, and its vectors as they are.
+// are kept once, in the type that products read or in blocks of 8-bit numbers, and its vectors as they are.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,11 @@ enum class Decay : std::uint8_t { kYes, kNo };  // matrices, and all else
 enum class Training : std::uint8_t { kYes, kNo };
 enum class Part : std::uint8_t { kModel, kIndexer };  // an indexer may learn while the rest stands still
 enum class Precision : std::uint8_t {
+  kBase,
   kCompute,
   kFp32
-};  // of a frozen matrix: that of products, or always full
+};  // of a frozen matrix: as the model's, that of products, full
+enum class FrozenForm : std::uint8_t { kCompute, kBlocks };  // of the kBase ones; blocks: ops/quantised.hpp
 
 // How a parameter starts, from counters: the same on every device.
 struct Init {
@@ -51,7 +53,7 @@ struct Parameter {
   std::vector<std::int64_t> shape;
   Init init;
   Decay decay = Decay::kYes;
-  Precision precision = Precision::kCompute;
+  Precision precision = Precision::kBase;
   Training training = Training::kYes;
   Part part = Part::kModel;
   float* value = nullptr;     // on the device, shape as above; null where only the copy is kept
@@ -59,13 +61,19 @@ struct Parameter {
   float* m = nullptr;         // AdamW's moments; null: frozen
   float* v = nullptr;
   Bf16* copy = nullptr;  // of a matrix where the model computes in bf16
+  // Of a frozen matrix in blocks, which has neither value nor copy: rows of the last dimension.
+  std::int8_t* block_numbers = nullptr;
+  float* block_scale = nullptr;
   // A low-rank addition to a matrix (out, in), or to each of a stack: w + up down, down (rank, in), up (out,
   // rank).
   const Parameter* down = nullptr;
   const Parameter* up = nullptr;
 
   [[nodiscard]] std::int64_t count() const;
-  // What products read: the copy, or the value where there is none.
+  [[nodiscard]] std::int64_t width() const { return shape.back(); }
+  [[nodiscard]] bool in_blocks() const { return block_numbers != nullptr; }
+  [[nodiscard]] std::int64_t scale_count() const { return count() / width() * blocks_of(width()); }
+  // What products read: the copy, or the value where there is none. Precondition: not in blocks.
   [[nodiscard]] In operand() const { return copy != nullptr ? In(copy) : In(value); }
 };
 
@@ -80,6 +88,7 @@ class ParameterGroup {
   struct Allocation {
     std::uint64_t seed = 0;
     Dtype compute = Dtype::kF32;
+    FrozenForm frozen = FrozenForm::kCompute;
   };
   // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
   // OutOfMemory.
@@ -98,7 +107,8 @@ class ParameterGroup {
   [[nodiscard]] const std::deque<Parameter>& parameters() const { return parameters_; }
 
  private:
-  [[nodiscard]] static bool in_frozen_arena(const Parameter& parameter);
+  enum class Arena : std::uint8_t { kTrained, kVectors, kFrozen, kBlocks };
+  [[nodiscard]] Arena arena_of(const Parameter& parameter) const;
   struct Range {
     std::int64_t first, count;
   };
@@ -107,7 +117,7 @@ class ParameterGroup {
   [[nodiscard]] std::vector<Range> trained_ranges(Decay decay, std::optional<Part> only) const;
   void lay_out();
   void set_pointers(Dtype compute);
-  void fill_start(Ops& ops, Stream stream, std::uint64_t seed) const;
+  void fill_start(Memory& memory, Ops& ops, Stream stream, std::uint64_t seed) const;
 
   std::string name_;
   Training base_;
@@ -118,11 +128,15 @@ class ParameterGroup {
   std::int64_t count_ = 0;
   std::int64_t frozen_count_ = 0;
   Tensor values_, gradients_, m_, v_, copies_;
+  FrozenForm form_ = FrozenForm::kCompute;
   Tensor frozen_;  // matrices that are not trained
+  std::int64_t block_count_ = 0, scale_count_ = 0;
+  std::vector<std::int64_t> scale_offsets_;  // of each parameter in blocks
+  BlockRef block_numbers_, block_scales_;    // of such matrices
 };
 
 // Numbers first .. first + from.size() of a parameter, from the host; rounded where only a copy is kept. Of
-// one that has both, the copy is refresh_copies()'s to make.
+// one that has both, the copy is refresh_copies()'s to make. Precondition: of one in blocks, whole rows.
 void set_values(Session& session, const Parameter& parameter, std::int64_t first,
                 std::span<const float> from);
 

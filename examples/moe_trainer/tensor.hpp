@@ -36,6 +36,10 @@ struct Tensor {
     other.width = new_width;
     return other;
   }
+  // The shape, over no memory.
+  [[nodiscard]] Tensor shape_alone() const {
+    return {.block = nullptr, .at = nullptr, .rows = rows, .width = width, .dtype = dtype};
+  }
   // Rows first .. first + count, in the same block.
   [[nodiscard]] Tensor row_range(std::int64_t first, std::int64_t row_count) const {
     Tensor part = *this;

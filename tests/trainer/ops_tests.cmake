@@ -16,7 +16,7 @@ terrace_library(moe_oracle
           ${CMAKE_CURRENT_LIST_DIR}/oracle_rows.cpp
   LINKS terrace_runtime)
 
-foreach(subject attention attnres conv dsa fp8 grouped kda loss matmul moe norm optimizer rotary routing rows)
+foreach(subject attention attnres conv dsa fp8 grouped kda loss matmul moe norm optimizer quantised rotary routing rows)
   terrace_operator_test(op_${subject}_test SOURCES ${CMAKE_CURRENT_LIST_DIR}/op_${subject}_test.cpp)
 endforeach()
 

@@ -24,6 +24,8 @@ class Dense final : public Ffn {
     return {std::move(y), std::move(s)};
   }
 
+  [[nodiscard]] bool reads_input() const override { return mlp_.reads_input(); }
+
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,
                   const Tensor& d_y) override {
     Tensor d_x = pass.tensor(x.rows, x.width);

@@ -58,9 +58,16 @@ class DsaMixer : public Mixer {
         });
     if (warm_up) teach(pass, x, *s, lse);
     drop_recomputable(pass, s->q, s->k, s->v, s->gate, s->index.q, s->index.k, s->index.w);
+    indexer_.drop_unless_learning(s->index);
     Tensor y = linear_site(pass, out_site_, Reads::kInBackward, s->attended, out_);
+    drop_unless_trained(s->attended, out_);
     if (!pass.keeps_activations()) s.reset();
     return {std::move(y), std::move(s)};
+  }
+
+  [[nodiscard]] bool reads_input() const override {
+    return indexer_.reads_input() || indexer_.reads_source() ||
+           trains(q_.weight, k_.weight, v_.weight, gate_.weight);
   }
 
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,

@@ -1,5 +1,6 @@
 #include "examples/moe_trainer/model/experts.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -14,24 +15,41 @@ Parameter& expert_matrix(const LayerScope& scope, const char* name, std::int64_t
                                       .init = Init::normal(1.0 / std::sqrt(static_cast<double>(in)))}));
 }
 
-GroupedMatmul grouped(const Routing& routing, std::int64_t rows, const Parameter& w) {
-  return {.groups = w.shape[0],
-          .rows = rows,
-          .n = w.shape[1],
-          .k = w.shape[2],
-          .offsets = routing.offsets,
-          .a = nullptr,
-          .w = w.operand(),
-          .c = nullptr};
+// Of matrices in blocks so many are widened at a time: scratch is theirs, however many there are.
+constexpr std::int64_t kWidenedTogether = 16;
+
+// run(op) for the product with each piece of a stack, or with all of it; `op` lacks what comes from w.
+template <typename Run>
+void in_pieces(const Pass& pass, const Routing& routing, const Parameter& w, GroupedMatmul op,
+               const Run& run) {
+  const std::int64_t most = w.in_blocks() ? kWidenedTogether : w.shape[0];
+  op.n = w.shape[1];
+  op.k = w.shape[2];
+  for (std::int64_t first = 0; first < w.shape[0]; first += most) {
+    op.groups = std::min(most, w.shape[0] - first);
+    const Operand numbers(pass, w, {.first = first, .count = op.groups});
+    op.w = numbers;
+    op.offsets = routing.offsets + first;
+    run(op);
+  }
+}
+
+GroupedMatmul grouped(const Tensor& a, const Tensor& c, Accumulate into) {
+  return {.groups = 0,
+          .rows = a.rows,
+          .n = 0,
+          .k = 0,
+          .offsets = nullptr,
+          .a = a,
+          .w = nullptr,
+          .c = c,
+          .into = into};
 }
 
 void product(const Pass& pass, const Routing& routing, const Tensor& x, const Parameter& w, const Tensor& out,
              Accumulate into) {
-  GroupedMatmul op = grouped(routing, x.rows, w);
-  op.a = x;
-  op.c = out;
-  op.into = into;
-  pass.ops.grouped_forward(pass.stream, op);
+  in_pieces(pass, routing, w, grouped(x, out, into),
+            [&](const GroupedMatmul& op) { pass.ops.grouped_forward(pass.stream, op); });
 }
 
 Tensor narrow(const Pass& pass, const Routing& routing, const Tensor& x, const Parameter& w) {
@@ -69,11 +87,8 @@ void grouped_forward(const Pass& pass, const Routing& routing, const Rows& rows,
 // Of one matrix, without its adapter.
 void input_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Parameter& w,
                     const Tensor& d_x, Accumulate into) {
-  GroupedMatmul op = grouped(routing, d_y.rows, w);
-  op.a = d_y;
-  op.c = d_x;
-  op.into = into;
-  pass.ops.grouped_input_gradient(pass.stream, op);
+  in_pieces(pass, routing, w, grouped(d_y, d_x, into),
+            [&](const GroupedMatmul& op) { pass.ops.grouped_input_gradient(pass.stream, op); });
 }
 
 Tensor narrow_gradient(const Pass& pass, const Routing& routing, const Tensor& d_y, const Parameter& w) {
@@ -100,7 +115,7 @@ void grouped_weight_gradient(const Pass& pass, const Routing& routing, const Ten
     grouped_weight_gradient(pass, routing, d_y, narrow(pass, routing, x, w), *w.up);
     grouped_weight_gradient(pass, routing, narrow_gradient(pass, routing, d_y, w), x, *w.down);
   }
-  if (w.gradient == nullptr) return;  // frozen
+  if (w.training == Training::kNo) return;
   pass.ops.run(pass.stream, GroupedWeightGradient{.groups = w.shape[0],
                                                   .rows = x.rows,
                                                   .n = w.shape[1],
@@ -146,6 +161,7 @@ void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved&
                             grouped_forward(pass, routing, gathered, fc1_gate_, gate_half(both));
                             grouped_forward(pass, routing, gathered, fc1_up_, up_half(both));
                           });
+  drop_unless_trained(saved.gathered, fc1_gate_.base, fc1_up_.base);
   drop_recomputable(pass, saved.gathered);
   // The activation is part of the site: only this product reads it in forward.
   saved.fc2 = site_output(pass, fc2_site_, Reads::kInBackward, rows(), width_, [&](const Tensor& out) {

@@ -18,7 +18,7 @@ struct ExpertMatrix {
 class Experts {
  public:
   struct Saved {
-    Tensor gathered;  // z, a row for each expert of each token
+    Tensor gathered;  // z, a row for each expert of each token; a shape alone where fc1 is frozen
     Tensor fc1, fc2;  // fc1 holds the gate's half (rows, expert_width), then the other
   };
   // `width` of z and of the output.

@@ -22,6 +22,8 @@ class Ffn {
   virtual void allocate(Memory& memory) { (void)memory; }
   // What the layer adds to its residual stream, (tokens, hidden).
   [[nodiscard]] virtual Output forward(const Pass& pass, const Tensor& x) = 0;
+  // Whether backward reads the numbers of x, and not its shape alone.
+  [[nodiscard]] virtual bool reads_input() const = 0;
   // Takes what forward saved and gives it back piece by piece; returns d_x.
   [[nodiscard]] virtual Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,
                                         const Tensor& d_y) = 0;

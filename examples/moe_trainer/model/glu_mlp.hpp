@@ -21,6 +21,8 @@ class GluMlp {
 
   // (rows, hidden); empty in a recompute pass.
   [[nodiscard]] Tensor forward(const Pass& pass, const Tensor& x, Saved& saved) const;
+  // Whether backward reads the numbers of x.
+  [[nodiscard]] bool reads_input() const { return trains(gate_, up_); }
   // Takes what forward saved; writes d_x.
   void backward(const Pass& pass, const Tensor& x, Saved& saved, const Tensor& d_y, const Tensor& d_x) const;
 

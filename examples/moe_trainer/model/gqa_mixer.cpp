@@ -45,6 +45,8 @@ class GqaMixer final : public Mixer {
     return {std::move(y), std::move(s)};
   }
 
+  [[nodiscard]] bool reads_input() const override { return trains(q_.weight, k_.weight, v_); }
+
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,
                   const Tensor& d_y) override {
     auto& s = static_cast<GqaSaved&>(*saved);

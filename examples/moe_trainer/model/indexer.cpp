@@ -156,8 +156,20 @@ BlockRef Indexer::key_map(const Pass& pass, const DsaShape& shape, const Saved& 
   return selects() ? std::exchange(map, nullptr) : map;
 }
 
+bool Indexer::reads_input() const {
+  return selects() && config_.dsa.index_loss_weight > 0 && trains(own_->k.weight, own_->w.weight);
+}
+
+bool Indexer::reads_source() const {
+  return selects() && config_.dsa.index_loss_weight > 0 && trains(own_->q.weight);
+}
+
+void Indexer::drop_unless_learning(Saved& saved) const {
+  if (!learns()) drop(saved.q, saved.k_in, saved.k, saved.w);
+}
+
 Indexer::Gradients Indexer::gradients(const Pass& pass, std::int64_t tokens) const {
-  if (!selects() || config_.dsa.index_loss_weight == 0) return {};
+  if (!learns()) return {};
   return {pass.tensor(tokens, options_.heads * options_.width), pass.tensor(tokens, options_.width),
           pass.tensor(tokens, options_.heads)};
 }

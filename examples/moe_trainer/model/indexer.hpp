@@ -32,7 +32,7 @@ class Indexer {
     }
   };
   struct Gradients {
-    Tensor q, k, w;  // empty where the indexer does not learn
+    Tensor q, k, w;  // empty where the indexer does not learn, be it frozen or without a loss
   };
   Indexer(const LayerScope& scope, const Options& options);
 
@@ -46,6 +46,11 @@ class Indexer {
   [[nodiscard]] Gradients gradients(const Pass& pass, std::int64_t tokens) const;
   void backward(const Pass& pass, const Tensor& x, const Tensor& source, const Saved& saved,
                 const Gradients& d) const;
+
+  // Whether backward reads the numbers of x, of source, and of what forward saved.
+  [[nodiscard]] bool reads_input() const;
+  [[nodiscard]] bool reads_source() const;
+  void drop_unless_learning(Saved& saved) const;
 
   // The indexer's loss in the mean over a step's tokens; 0: it does not learn.
   [[nodiscard]] float loss_weight() const;
@@ -62,6 +67,7 @@ class Indexer {
   };
   [[nodiscard]] std::optional<Weights> declare(const LayerScope& scope) const;
   [[nodiscard]] bool selects() const { return own_.has_value(); }
+  [[nodiscard]] bool learns() const { return reads_input() || reads_source(); }
   void score(const Pass& pass, const Tensor& x, const Tensor& source, Saved& saved) const;
   [[nodiscard]] BlockRef select(const Pass& pass, const DsaShape& shape, const Saved& saved) const;
   void save(const Pass& pass, const IndexLists& lists, const BlockRef& selected) const;

@@ -57,6 +57,7 @@ class KdaMixer : public Mixer {
     s->v = project(pass, v_, x, s->v_in);
     s->gate_low = linear_site(pass, gate_down_site_, Reads::kInBackward, x, gate_down_);
     s->gate = linear_site(pass, gate_up_site_, Reads::kInBackward, s->gate_low, gate_up_);
+    drop_unless_trained(s->gate_low, gate_up_);
     drop_recomputable(pass, s->gate_low);
     s->beta = linear_site(pass, beta_site_, Reads::kInBackward, x, beta_);
     s->o = site_output(pass, scan_site_, Reads::kInBackward, x.rows, inner(), [&](const Tensor& o) {
@@ -76,11 +77,18 @@ class KdaMixer : public Mixer {
                                            .w = norm_.value,
                                            .gate = s->out_gate,
                                            .y = s->normed});
+    drop_unless_trained(s->out_gate_low, out_gate_);
     drop_recomputable(pass, s->o, s->out_gate_low, s->out_gate);
     // Backward reads the sum of this and the residual stream, so it is recomputed, or kept, like the others.
     Tensor y = linear_site(pass, out_site_, Reads::kInBackward, s->normed, out_);
+    drop_unless_trained(s->normed, out_);
     if (!pass.keeps_activations()) s.reset();
     return {std::move(y), std::move(s)};
+  }
+
+  [[nodiscard]] bool reads_input() const override {
+    return trains(q_.weight, k_.weight, v_.weight, gate_down_, beta_,
+                  out_gate_down_ != nullptr ? *out_gate_down_ : out_gate_);
   }
 
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,

@@ -52,8 +52,13 @@ class LatentMoe final : public Ffn {
       const Tensor routed = linear_site(pass, up_site_, Reads::kInForwardOnly, s->normed, up_);
       pass.ops.run(pass.stream, Add{.count = y.count(), .a = y, .b = routed, .out = y});
     }
+    drop_unless_trained(s->normed, up_);
     if (!pass.keeps_activations()) s.reset();
     return {std::move(y), std::move(s)};
+  }
+
+  [[nodiscard]] bool reads_input() const override {
+    return router_.reads_input() || shared_.reads_input() || trains(down_);
   }
 
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,

@@ -72,6 +72,7 @@ Tensor Layer::run(const Pass& pass, const Tensor& sum, Saved& saved) {
   saved.x_normed = mixer_norm_.forward(pass, saved.x);
   Mixer::Output mixed = mixer_->forward(pass, saved.x_normed);
   saved.mixer = std::move(mixed.saved);
+  if (!mixer_->reads_input()) saved.x_normed = saved.x_normed.shape_alone();
   drop_recomputable(pass, saved.x, saved.x_normed);
   Tensor middle = mixed.y;
   if (sum) {
@@ -83,6 +84,7 @@ Tensor Layer::run(const Pass& pass, const Tensor& sum, Saved& saved) {
   saved.h_normed = ffn_norm_.forward(pass, saved.h);
   Ffn::Output fed = ffn_->forward(pass, saved.h_normed);
   saved.ffn = std::move(fed.saved);
+  if (!ffn_->reads_input()) saved.h_normed = saved.h_normed.shape_alone();
   Tensor y = std::move(fed.y);
   if (y) pass.ops.run(pass.stream, Add{.count = y.count(), .a = middle, .b = y, .out = y});
   if (pass.keeps_activations()) {

@@ -26,6 +26,36 @@ Parameter& LayerScope::adapted(const std::string& name, Parameter& base) const {
 
 namespace {
 
+// `numbers` of w from number `first` on.
+Tensor widened(const Pass& pass, const Parameter& w, std::int64_t first, std::int64_t numbers) {
+  const std::int64_t row = first / w.width();
+  Tensor y = pass.memory.tensor(numbers / w.width(), w.width(), Pool::kScratch, pass.compute);
+  pass.ops.run(pass.stream, DequantiseBlocks{.rows = y.rows,
+                                             .width = y.width,
+                                             .q = w.block_numbers + first,
+                                             .scale = w.block_scale + row * blocks_of(w.width()),
+                                             .y = y});
+  return y;
+}
+
+In moved(In array, std::int64_t numbers) {
+  return {static_cast<const std::byte*>(array.at()) + numbers * bytes_of(array.dtype()), array.dtype()};
+}
+
+}  // namespace
+
+Operand::Operand(const Pass& pass, const Parameter& w)
+    : made_(w.in_blocks() ? widened(pass, w, 0, w.count()) : Tensor{}),
+      numbers_(made_ ? In(made_) : w.operand()) {}
+
+Operand::Operand(const Pass& pass, const Parameter& w, const Range& range) {
+  const std::int64_t each = w.count() / w.shape.front();
+  if (w.in_blocks()) made_ = widened(pass, w, range.first * each, range.count * each);
+  numbers_ = made_ ? In(made_) : moved(w.operand(), range.first * each);
+}
+
+namespace {
+
 // out [+]= x w^T.
 void product(const Pass& pass, const Tensor& x, const Parameter& w, const Tensor& out, Accumulate into) {
   pass.ops.run(pass.stream, Matmul{.m = x.rows,
@@ -33,7 +63,7 @@ void product(const Pass& pass, const Tensor& x, const Parameter& w, const Tensor
                                    .k = w.shape[1],
                                    .a = x,
                                    .ta = Transpose::kNo,
-                                   .b = w.operand(),
+                                   .b = Operand(pass, w),
                                    .tb = Transpose::kYes,
                                    .c = out,
                                    .into = into});
@@ -70,7 +100,7 @@ void linear_input_gradient(const Pass& pass, const Tensor& d_y, const Parameter&
                                    .k = w.shape[0],
                                    .a = d_y,
                                    .ta = Transpose::kNo,
-                                   .b = w.operand(),
+                                   .b = Operand(pass, w),
                                    .tb = Transpose::kNo,
                                    .c = d_x,
                                    .into = into});
@@ -83,7 +113,7 @@ void linear_weight_gradient(const Pass& pass, const Tensor& d_y, const Tensor& x
     linear_weight_gradient(pass, d_y, narrow(pass, x, w), *w.up);
     linear_weight_gradient(pass, narrow_gradient(pass, d_y, w), x, *w.down);
   }
-  if (w.gradient == nullptr) return;  // frozen
+  if (w.training == Training::kNo) return;
   pass.ops.run(pass.stream, Matmul{.m = w.shape[0],
                                    .n = w.shape[1],
                                    .k = d_y.rows,
@@ -120,7 +150,7 @@ void float_linear(const Pass& pass, const Tensor& x, const Parameter& w, const T
 
 void float_linear_backward(const Pass& pass, const Tensor& d_y, const Tensor& x, const Parameter& w,
                            const Tensor& d_x) {
-  linear_weight_gradient(pass, d_y, as_floats(pass, x), w);
+  if (trains(w)) linear_weight_gradient(pass, d_y, as_floats(pass, x), w);
   const bool direct = d_x.dtype == Dtype::kF32;
   const Tensor share = direct ? d_x : pass.floats(d_x.rows, d_x.width);
   pass.ops.run(pass.stream, Matmul{.m = d_y.rows,

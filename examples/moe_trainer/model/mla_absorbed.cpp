@@ -101,8 +101,8 @@ class AbsorbedMla final : public MlaCore {
   explicit AbsorbedMla(const LayerScope& scope)
       : config_(scope.config),
         mla_(scope.config.mla),
-        k_up_(scope.matrix("mla.k_up", mla_.heads * mla_.nope_width, mla_.kv_rank)),
-        v_up_(scope.matrix("mla.v_up", mla_.heads * mla_.value_width, mla_.kv_rank)),
+        k_up_(per_head_matrix(scope, "mla.k_up", mla_.heads * mla_.nope_width)),
+        v_up_(per_head_matrix(scope, "mla.v_up", mla_.heads * mla_.value_width)),
         indexer_(scope, {.prefix = "mla.",
                          .source_width = mla_.q_rank > 0 ? mla_.q_rank : config_.model.hidden,
                          .heads = mla_.index_heads,
@@ -137,9 +137,14 @@ class AbsorbedMla final : public MlaCore {
     Tensor attended =
         site_output(pass, v_site_, Reads::kInBackward, in.latent.rows, mla_.heads * mla_.value_width,
                     [&](const Tensor& out) { expand_values(pass, s->latent.o, out); });
+    drop_unless_trained(s->q_heads, k_up_);
+    indexer_.drop_unless_learning(s->index);
     if (pass.keeps_activations()) saved = std::move(s);
     return attended;
   }
+
+  [[nodiscard]] bool reads_input() const override { return indexer_.reads_input(); }
+  [[nodiscard]] bool reads_query() const override { return indexer_.reads_source(); }
 
   MlaInputs backward(const Pass& pass, const MlaSources& from, std::unique_ptr<Saved> saved,
                      const Tensor& d_attended) override {
@@ -176,6 +181,11 @@ class AbsorbedMla final : public MlaCore {
   }
 
  private:
+  // No target of adapters: heads multiply their parts of it from either side.
+  static Parameter& per_head_matrix(const LayerScope& scope, const char* name, std::int64_t out) {
+    return scope.parameters.declare(matrix(scope.parameter(name), out, scope.config.mla.kv_rank));
+  }
+
   void absorb_query(const Pass& pass, const Tensor& q, AbsorbedSaved& s) const {
     s.q_heads = pass.tensor(q.rows * mla_.heads, mla_.nope_width);
     query_.first.gather(pass, q, s.q_heads);
@@ -183,7 +193,8 @@ class AbsorbedMla final : public MlaCore {
                       mla_.heads * (mla_.kv_rank + mla_.rope_width), [&](const Tensor& out) {
                         const Joined parts = joined(pass, {s.q_heads.rows, mla_.kv_rank, mla_.rope_width});
                         pass.ops.grouped_input_gradient(
-                            pass.stream, by_head_product(k_up_, mla_.nope_width, s.q_heads, parts.first));
+                            pass.stream,
+                            by_head_product(Operand(pass, k_up_), mla_.nope_width, s.q_heads, parts.first));
                         query_.rope.gather(pass, q, parts.second);
                         query_.absorb.gather(pass, parts.all, out);
                       });
@@ -194,9 +205,10 @@ class AbsorbedMla final : public MlaCore {
   Tensor absorb_query_backward(const Pass& pass, const Tensor& q_heads, Tensor& d_q) const {
     const Tensor d_latent = pass.tensor(q_heads.rows, mla_.kv_rank);
     query_.latent.gather(pass, d_q, d_latent);
-    weight_gradient(pass, k_up_, mla_.nope_width, q_heads, d_latent);
+    if (trains(k_up_)) weight_gradient(pass, k_up_, mla_.nope_width, q_heads, d_latent);
     const Joined parts = joined(pass, {q_heads.rows, mla_.nope_width, mla_.rope_width});
-    pass.ops.grouped_forward(pass.stream, by_head_product(k_up_, mla_.nope_width, d_latent, parts.first));
+    pass.ops.grouped_forward(pass.stream,
+                             by_head_product(Operand(pass, k_up_), mla_.nope_width, d_latent, parts.first));
     query_.latent_rope.gather(pass, d_q, parts.second);
     Tensor d = pass.tensor(d_q.rows, mla_.heads * (mla_.nope_width + mla_.rope_width));
     drop(d_q);
@@ -208,15 +220,18 @@ class AbsorbedMla final : public MlaCore {
   void expand_values(const Pass& pass, const Tensor& o, const Tensor& out) const {
     const Tensor by_head = heads_first(pass, o, mla_.kv_rank);
     const Tensor values = pass.tensor(by_head.rows, mla_.value_width);
-    pass.ops.grouped_forward(pass.stream, by_head_product(v_up_, mla_.value_width, by_head, values));
+    pass.ops.grouped_forward(pass.stream,
+                             by_head_product(Operand(pass, v_up_), mla_.value_width, by_head, values));
     heads_.from_heads.gather(pass, values, out);
   }
   Tensor expand_values_backward(const Pass& pass, const Tensor& o, const Tensor& d_out) const {
     const Tensor d_values = heads_first(pass, d_out, mla_.value_width);
-    weight_gradient(pass, v_up_, mla_.value_width, d_values, heads_first(pass, o, mla_.kv_rank));
+    if (trains(v_up_)) {
+      weight_gradient(pass, v_up_, mla_.value_width, d_values, heads_first(pass, o, mla_.kv_rank));
+    }
     const Tensor d_by_head = pass.tensor(d_values.rows, mla_.kv_rank);
-    pass.ops.grouped_input_gradient(pass.stream,
-                                    by_head_product(v_up_, mla_.value_width, d_values, d_by_head));
+    pass.ops.grouped_input_gradient(
+        pass.stream, by_head_product(Operand(pass, v_up_), mla_.value_width, d_values, d_by_head));
     Tensor d_o = pass.tensor(o.rows, o.width);
     heads_.from_heads.gather(pass, d_by_head, d_o);
     return d_o;
@@ -229,15 +244,14 @@ class AbsorbedMla final : public MlaCore {
   }
 
   // Each head's rows by its own (out_width, rank) part of the weight.
-  GroupedMatmul by_head_product(const Parameter& w, std::int64_t out_width, const Tensor& a,
-                                const Tensor& c) const {
+  GroupedMatmul by_head_product(In w, std::int64_t out_width, const Tensor& a, const Tensor& c) const {
     return {.groups = mla_.heads,
             .rows = a.rows,
             .n = out_width,
             .k = mla_.kv_rank,
             .offsets = heads_.offsets.places(),
             .a = a,
-            .w = w.operand(),
+            .w = w,
             .c = c};
   }
   void weight_gradient(const Pass& pass, const Parameter& w, std::int64_t out_width, const Tensor& wide,

@@ -29,6 +29,9 @@ class MlaCore {
   // (tokens, heads * value_width). Keeps of `in` what it reads in backward.
   [[nodiscard]] virtual Tensor forward(const Pass& pass, const MlaSources& from, MlaInputs in,
                                        std::unique_ptr<Saved>& saved) = 0;
+  // Whether backward reads the numbers of what `from` names: of the layer, of the query's projection.
+  [[nodiscard]] virtual bool reads_input() const { return false; }
+  [[nodiscard]] virtual bool reads_query() const { return false; }
   // The gradients of the inputs.
   [[nodiscard]] virtual MlaInputs backward(const Pass& pass, const MlaSources& from,
                                            std::unique_ptr<Saved> saved, const Tensor& d_attended) = 0;

@@ -91,6 +91,7 @@ class ExpandedMla final : public MlaCore {
               .shape = shape(), .q = in.q, .k = s->k, .v = s->v, .sink = nullptr, .o = o, .lse = lse.f32()});
     });
     s->in = std::move(in);
+    drop_unless_trained(s->in.latent, k_up_, v_up_);
     Tensor attended = s->attended.o;
     if (pass.keeps_activations()) saved = std::move(s);
     return attended;

@@ -49,9 +49,16 @@ class MlaMixer final : public Mixer {
     in.k_rope = turned(pass, linear_site(pass, rope_site_, Reads::kInBackward, x, k_rope_), key_part(),
                        RotaryDirection::kForward);
     s->attended = core_->forward(pass, {.x = x, .query = source}, std::move(in), s->core);
+    if (q_down_ && !core_->reads_query()) drop_unless_trained(s->q_source, q_);
     Tensor y = linear_site(pass, out_site_, Reads::kInBackward, s->attended, out_);
+    drop_unless_trained(s->attended, out_);
     if (!pass.keeps_activations()) s.reset();
     return {std::move(y), std::move(s)};
+  }
+
+  [[nodiscard]] bool reads_input() const override {
+    return core_->reads_input() || trains(kv_down_.weight, k_rope_) ||
+           (q_down_ ? trains(q_down_->weight) : trains(q_) || core_->reads_query());
   }
 
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,

@@ -19,7 +19,8 @@ Model::Model(Session& session, const Config& config) : config_(config) {
   embedding_ = &group("embedding")
                     .declare({.name = "embedding",
                               .shape = {config.model.vocabulary, hidden},
-                              .init = Init::normal(kEmbeddingDeviation)});
+                              .init = Init::normal(kEmbeddingDeviation),
+                              .precision = Precision::kCompute});
   for (int layer = 0; layer < config.model.layers; ++layer) {
     ParameterGroup& parameters = group("layer." + std::to_string(layer));
     layers_.push_back(std::make_unique<Layer>(LayerScope{session, parameters, maps_, config, layer}));
@@ -31,7 +32,8 @@ Model::Model(Session& session, const Config& config) : config_(config) {
   // Small logits: the first loss is that of a guess, the logarithm of the vocabulary's size.
   head_ = &last.declare({.name = "head",
                          .shape = {config.model.vocabulary, hidden},
-                         .init = Init::normal(1.0 / static_cast<double>(hidden))});
+                         .init = Init::normal(1.0 / static_cast<double>(hidden)),
+                         .precision = Precision::kCompute});
   if (config.images.patch > 0) {
     patches_.emplace(*groups_.emplace_back(std::make_unique<ParameterGroup>("images")), maps_, config);
   }
@@ -55,7 +57,11 @@ void Model::check_targets() const {
 
 void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
   for (const auto& group : groups_) {
-    group->allocate(memory, ops, session.compute(), {.seed = seed, .compute = config_.train.compute});
+    group->allocate(
+        memory, ops, session.compute(),
+        {.seed = seed,
+         .compute = config_.train.compute,
+         .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute});
   }
   maps_.allocate(session, memory);
   for (const auto& layer : layers_) layer->allocate(memory);

@@ -50,6 +50,10 @@ class Moe final : public Ffn {
     return {std::move(y), std::move(s)};
   }
 
+  [[nodiscard]] bool reads_input() const override {
+    return router_.reads_input() || (shared_ && shared_->reads_input());
+  }
+
   Tensor backward(const Pass& pass, const Tensor& x, std::unique_ptr<Saved> saved,
                   const Tensor& d_y) override {
     auto& s = static_cast<MoeSaved&>(*saved);

@@ -32,6 +32,8 @@ class ExpertRouter {
 
   void forward(const Pass& pass, const Tensor& x, Saved& saved);
   // d_x += the gradient through the weights, d_weight (tokens, top_k) of fp32.
+  // Whether backward reads the numbers of x.
+  [[nodiscard]] bool reads_input() const { return trains(weight_); }
   void backward(const Pass& pass, const Tensor& x, const Saved& saved, const Tensor& d_weight,
                 const Tensor& d_x) const;
   void balance(Ops& ops, Stream stream) const;

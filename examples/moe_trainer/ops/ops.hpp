@@ -24,6 +24,7 @@
 #include "examples/moe_trainer/ops/moe.hpp"
 #include "examples/moe_trainer/ops/norm.hpp"
 #include "examples/moe_trainer/ops/optimizer.hpp"
+#include "examples/moe_trainer/ops/quantised.hpp"
 #include "examples/moe_trainer/ops/random_fill.hpp"
 #include "examples/moe_trainer/ops/rotary.hpp"
 #include "runtime/device.hpp"
@@ -51,7 +52,8 @@ class Ops {
   APPLY(Glu) APPLY(GluBackward) APPLY(GroupedGlu) APPLY(BalanceBias) APPLY(QuantileBias) APPLY(SequenceLoss) APPLY(Add)                    \
   APPLY(Embedding) APPLY(EmbeddingBackward) APPLY(LinearCrossEntropy) APPLY(SumOfSquares) APPLY(AdamW) \
   APPLY(Attention) APPLY(AttentionBackward) APPLY(AttnRes) APPLY(AttnResBackward) APPLY(Rotary) APPLY(Convert) \
-  APPLY(RandomFill) APPLY(QuantiseRows) APPLY(QuantiseWeights) APPLY(GroupedMatmulFp8)
+  APPLY(RandomFill) APPLY(QuantiseRows) APPLY(QuantiseWeights) APPLY(GroupedMatmulFp8) \
+  APPLY(QuantiseBlocks) APPLY(DequantiseBlocks)
 // clang-format on
 #define TERRACE_DECLARE_OP(Op) virtual void run(Stream stream, const Op& op) = 0;
   TERRACE_TRAINER_OPS(TERRACE_DECLARE_OP)

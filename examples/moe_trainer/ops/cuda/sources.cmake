@@ -41,6 +41,7 @@ set(MOE_OPS_CUDA_SOURCES
     ${CMAKE_CURRENT_LIST_DIR}/embedding.cu
     ${CMAKE_CURRENT_LIST_DIR}/fp8_grouped.cu
     ${CMAKE_CURRENT_LIST_DIR}/fp8_quantise.cu
+    ${CMAKE_CURRENT_LIST_DIR}/quantise_blocks.cu
     ${CMAKE_CURRENT_LIST_DIR}/loss.cpp
     ${CMAKE_CURRENT_LIST_DIR}/loss_rows.cu
     ${CMAKE_CURRENT_LIST_DIR}/sum_of_squares.cu)
