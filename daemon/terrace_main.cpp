@@ -1,10 +1,13 @@
 // terrace: the command a user types.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <vector>
 
+#include "daemon/explanation.hpp"
+#include "daemon/model_sites.hpp"
 #include "daemon/observer.hpp"
 #include "daemon/policy_summary.hpp"
 #include "daemon/replay_command.hpp"
@@ -12,12 +15,49 @@
 #include "daemon/status_text.hpp"
 #include "daemon/version.hpp"
 #include "runtime/metrics.hpp"
+#include "swapcore/policy/rule_report.hpp"
 
 namespace {
 
 using namespace terrace;
 
 constexpr int kRefused = 2;
+
+std::filesystem::path folder_of_programs() {
+  std::error_code error;
+  return std::filesystem::read_symlink("/proc/self/exe", error).parent_path();
+}
+
+// What the policy says of each site of a model.
+int explain(const Policy& policy, const std::vector<SiteSpec>& sites) {
+  const RuleReport report = report_rules(policy, sites);
+  for (const std::string& warning : report.warnings) std::fprintf(stderr, "%s\n", warning.c_str());
+  if (report.conflict) {
+    std::fprintf(stderr, "%s\n", report.conflict->text.c_str());
+    return kRefused;
+  }
+  std::fputs(explanation(policy, sites).c_str(), stdout);
+  return 0;
+}
+
+// The sites of a model under each policy, or under the one that a training run would take.
+int explain(const std::string& model, std::vector<std::string> files) {
+  const auto sites = sites_of_model(model, folder_of_programs());
+  if (!sites) {
+    if (!sites.error().text.empty()) std::fprintf(stderr, "terrace: %s\n", sites.error().text.c_str());
+    return sites.error().code == Errc::kInvalidArgument ? kRefused : 1;
+  }
+  const char* set = std::getenv("TERRACE_POLICY");
+  if (files.empty()) files.emplace_back(set != nullptr ? set : "");
+  int code = 0;
+  for (const std::string& file : files) {
+    const auto policy = policy_from(file);
+    if (!policy) std::fprintf(stderr, "%s\n", policy.error().text.c_str());
+    if (policy && files.size() > 1) std::printf("%s:\n", file.c_str());
+    if (!policy || explain(*policy, *sites) != 0) code = kRefused;
+  }
+  return code;
+}
 
 // Every file is checked, also after one was refused.
 int check(const std::vector<std::string>& files) {
@@ -53,11 +93,6 @@ int status(const std::string& policy_file, const std::string& given_socket, Stat
   return 0;
 }
 
-std::filesystem::path folder_of_programs() {
-  std::error_code error;
-  return std::filesystem::read_symlink("/proc/self/exe", error).parent_path();
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -79,7 +114,13 @@ int main(int argc, char** argv) {
 
   std::vector<std::string> files;
   CLI::App* check_app = app.add_subcommand("check", "Say what policy files mean, or what is wrong with them");
-  check_app->add_option("files", files, "Policy files")->required();
+  std::string model;
+  check_app->add_option("files", files, "Policy files");
+  const CLI::Option* explained =
+      check_app->add_option("--explain", model,
+                            "List the sites of this model (a configuration of moe_trainer, or a public "
+                            "model's config.json) with the "
+                            "rule that decides each");
 
   std::string status_socket, status_policy;
   bool json = false;
@@ -101,6 +142,11 @@ int main(int argc, char** argv) {
 
   CLI11_PARSE(app, argc, argv);
   if (*run_app) return run_command(run, folder_of_programs());
+  if (*check_app && explained->count() > 0) return explain(model, files);
+  if (*check_app && files.empty()) {
+    std::fputs("terrace: check: name a policy file, or a model with --explain\n", stderr);
+    return kRefused;
+  }
   if (*check_app) return check(files);
   if (*status_app) return status(status_policy, status_socket, json ? StatusForm::kJson : StatusForm::kText);
   if (*replay_app) {

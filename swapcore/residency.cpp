@@ -1,15 +1,22 @@
 #include "swapcore/residency.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 #include <utility>
 
 #include "runtime/assert.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
 constexpr double kLateSeconds = 50e-6;  // a shorter wait is the cost of an event, not of a copy
 
 void give_back(DdrPool& pool, const Block& block) {
+#ifndef NDEBUG
+  constexpr int kPoison = 0xDB;
+  std::memset(block.address, kPoison, block.size.count());  // who reads it still shall see it
+#endif
   const Status freed = pool.free(block);
   TERRACE_CHECK(freed.ok(), "the store frees each block of host memory once");
 }
@@ -130,6 +137,7 @@ Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
       entry.hbm = wrap(*room);
       entry.state = Residency::kArriving;
       restored_ += entry.size;
+      if (entry.check) verifier_.leaves(entry.check);
       return {};
     }
     ready = copy.error();
@@ -203,6 +211,8 @@ Result<ResidencyStore::Taken> ResidencyStore::take(const EntryKey& key) {
   if (it == entries_.end()) return Error{Errc::kNotFound, "no such entry", {}, {}};
   Entry& entry = it->second;
   if (auto restored = restore(key); !restored) return restored.error();
+  if (entry.check && !verifier_.intact(entry.check)) entry.damaged = true;
+  if (entry.damaged) return refuse_damaged(it);
   Taken taken;
   if (entry.state == Residency::kArriving) {
     if (auto waits = wait_on_compute(key, entry.copy); !waits) return waits.error();
@@ -220,16 +230,37 @@ Result<ResidencyStore::Taken> ResidencyStore::take(const EntryKey& key) {
 void ResidencyStore::settle(Entries::iterator it) {
   Entry& entry = it->second;
   if (!entry.copy.valid() || !entry.copy.done()) return;
+  const bool left = entry.state == Residency::kLeaving;
+  if (!left && entry.check && !verifier_.looked(entry.check)) return;  // the host block is still read
   const bool arrived = entry.copy.synchronize().ok();
   entry.copy = {};
-  if ((entry.state == Residency::kLeaving) == arrived) {
+  if (left == arrived) {
     let_go(it->first, entry.size);
     entry.hbm.reset();
     entry.state = Residency::kInDdr;
+    if (left) entry.check = verifier_.arrived({entry.ddr->address, entry.size.count()});
   } else {
+    if (entry.check) entry.damaged = !verifier_.intact(entry.check);
+    entry.check.reset();
     give_back(parts_.ddr, *std::exchange(entry.ddr, std::nullopt));
     entry.state = Residency::kInHbm;
   }
+}
+
+Error ResidencyStore::refuse_damaged(Entries::iterator it) {
+  const EntryKey& key = it->first;
+  const bool saved = key.what == EntryKey::What::kSaved;
+  Error error{Errc::kIo,
+              std::string(saved ? "saved activation " : "cached output ") + std::to_string(key.index) +
+                  " of layer " + std::to_string(key.layer) + ", micro-batch " +
+                  std::to_string(key.micro_batch) + ": its " + format_bytes(it->second.size) +
+                  " changed while they were in DDR; check the host's memory, and what else writes there",
+              {},
+              {}};
+  ++damaged_;
+  metrics().add<Metric::kDamagedBlocks>(1);
+  forget(it);
+  return error;
 }
 
 // Of a copy that nobody wants any more: what is held back stays where it is, what moves is waited for.
@@ -243,6 +274,8 @@ void ResidencyStore::end(const CopyEngine::Ticket& copy) {
 // before anything else.
 void ResidencyStore::retire(Entry& entry, BlockRef still_read) {
   if (!entry.ddr) return;
+  if (entry.check) verifier_.forget(entry.check);
+  entry.check.reset();
   if (entry.copy.valid()) {
     retired_.push_back({*entry.ddr, std::move(entry.copy), std::move(still_read)});
   } else {

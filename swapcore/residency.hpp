@@ -25,6 +25,7 @@
 #include "allocator/ddr_pool.hpp"
 #include "allocator/hbm_pool.hpp"
 #include "runtime/copy_engine.hpp"
+#include "swapcore/verifier.hpp"
 
 namespace terrace {
 
@@ -51,6 +52,7 @@ class ResidencyStore {
     DdrPool& ddr;
     CopyEngine& copies;
     Stream compute;
+    Verify verify = Verify::kOff;
   };
   [[nodiscard]] static Result<std::unique_ptr<ResidencyStore>> create(Parts parts);
   ~ResidencyStore();
@@ -71,7 +73,9 @@ class ResidencyStore {
     BlockRef block;       // ready on the compute stream
     bool waited = false;  // the compute stream may have to wait for the copy: collect_waits() tells
   };
-  // Ends the entry. Errors: kNotFound; kOutOfBudget where it was in_ddr and HBM is full: the entry stays.
+  // Ends the entry. Errors: kNotFound; kOutOfBudget where it was in_ddr and HBM is full: the entry stays; kIo
+  // where its bytes changed in DDR, as far as Parts::verify looks: the entry is dropped. The host may wait
+  // for a checksum.
   [[nodiscard]] Result<Taken> take(const EntryKey& key);
   // Ends the entry and forgets its bytes.
   void drop(const EntryKey& key);
@@ -106,14 +110,17 @@ class ResidencyStore {
   [[nodiscard]] std::vector<Wait> collect_waits();
   [[nodiscard]] Bytes spilled() const { return spilled_; }
   [[nodiscard]] Bytes restored() const { return restored_; }
+  [[nodiscard]] std::uint64_t damaged() const { return damaged_; }
 
  private:
   struct Entry {
     Residency state = Residency::kInHbm;
     Bytes size;
-    BlockRef hbm;              // in_hbm, leaving, arriving
-    std::optional<Block> ddr;  // leaving, in_ddr, arriving
-    CopyEngine::Ticket copy;   // leaving, arriving
+    BlockRef hbm;                // in_hbm, leaving, arriving
+    std::optional<Block> ddr;    // leaving, in_ddr, arriving
+    CopyEngine::Ticket copy;     // leaving, arriving
+    Verifier::CheckRef check{};  // in_ddr, arriving; null: not looked at
+    bool damaged = false;        // in_hbm: came back with another checksum
   };
   struct Retired {  // what a copy that nobody waits for any more still reads and writes
     Block ddr;
@@ -126,11 +133,12 @@ class ResidencyStore {
   };
   using Entries = std::map<EntryKey, Entry>;
 
-  ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence) {}
+  ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence), verifier_(parts.verify) {}
   [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Status start_restore(Entry& entry, CopyReason reason);
   [[nodiscard]] Status wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy);
   void settle(Entries::iterator it);
+  [[nodiscard]] Error refuse_damaged(Entries::iterator it);
   static void end(const CopyEngine::Ticket& copy);
   void retire(Entry& entry, BlockRef still_read);
   void forget(Entries::iterator it);
@@ -145,6 +153,8 @@ class ResidencyStore {
   std::list<Probe> probes_;
   Bytes hbm_bytes_, saved_bytes_;
   Bytes spilled_, restored_;
+  std::uint64_t damaged_ = 0;
+  Verifier verifier_;
 };
 
 }  // namespace terrace

@@ -88,7 +88,7 @@ Status Session::Impl::open_pools() {
   auto engine = CopyEngine::create(device);
   if (!engine) return std::move(engine).error();
   copies = std::move(engine).value();
-  auto entries = ResidencyStore::create({device, *hbm, *ddr, *copies, compute});
+  auto entries = ResidencyStore::create({device, *hbm, *ddr, *copies, compute, policy.swapcore.verify});
   if (!entries) return std::move(entries).error();
   store = std::move(entries).value();
   metrics().set<Metric::kBudgetBytes>(TierId::kHbm, budgets.hbm);
@@ -216,6 +216,7 @@ SessionCounters Session::counters() const {
   SessionCounters counters = impl_->counters;
   counters.spilled = impl_->store->spilled();
   counters.restored = impl_->store->restored();
+  counters.damaged = impl_->store->damaged();
   return counters;
 }
 

@@ -45,6 +45,7 @@ struct SessionCounters {
   std::uint64_t hits = 0, misses = 0,
                 late = 0;       // fetches by outcome; a late one was a hit that a stream waited for
   std::uint64_t evictions = 0;  // cached outputs dropped because HBM was asked for
+  std::uint64_t damaged = 0;    // what came back from DDR with another checksum, and was not used
   Bytes spilled, restored;
   double stall_seconds = 0;
 };
@@ -103,7 +104,8 @@ class Session {
   // Keeps an activation until load(): in HBM inside the checkpoint budget, else as the contingency says.
   // Errors: kOutOfBudget (contingency "fail", or nowhere to put it).
   [[nodiscard]] Status save(const SaveKey& key, BlockRef block);
-  // Errors: kNotFound (never saved, or loaded already), kOutOfBudget.
+  // Errors: kNotFound (never saved, or loaded already), kOutOfBudget, kIo (its bytes changed in DDR; the text
+  // names the layer).
   [[nodiscard]] Result<BlockRef> load(const SaveKey& key);
 
   [[nodiscard]] Device& device() const;

@@ -22,6 +22,7 @@
 #include "examples/moe_trainer/families/parity.hpp"
 #include "examples/moe_trainer/report.hpp"
 #include "examples/moe_trainer/settings.hpp"
+#include "examples/moe_trainer/site_list.hpp"
 #include "examples/moe_trainer/stop_signal.hpp"
 #include "examples/moe_trainer/trainer.hpp"
 
@@ -207,8 +208,16 @@ int main_of_program(int argc, char** argv) {
     watch_stop_signals();
     const ParsedSettings parsed = parse_command_line(argc, argv);
     if (!parsed.settings) return parsed.exit_code;
-    return parsed.settings->command == Command::kParity ? run_parity(*parsed.settings)
-                                                        : run(*parsed.settings);
+    switch (parsed.settings->command) {
+      case Command::kParity:
+        return run_parity(*parsed.settings);
+      case Command::kSites:
+        std::printf("%s\n", sites_json(*parsed.settings).c_str());
+        return static_cast<int>(ExitCode::kFinished);
+      case Command::kTrain:
+        break;
+    }
+    return run(*parsed.settings);
   } catch (const Failure& failure) {
     std::fprintf(stderr, "moe_trainer: %s\n", failure.what());
     return static_cast<int>(failure.exit_code());

@@ -32,6 +32,7 @@ Amount amount_of(const std::string& flag, const std::string& text) {
 
 struct Texts {  // options that need a second look
   std::string hbm, emulated_capacity, recompute, swapcore;
+  bool sites = false;
 };
 
 void declare(CLI::App& app, Settings& settings, Texts& texts) {
@@ -75,6 +76,8 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
       ->check(CLI::PositiveNumber);
   app.add_option("--emulated-capacity", texts.emulated_capacity,
                  "Memory of an emulated device (default: 4GiB, or what the job needs)");
+  app.add_flag("--sites", texts.sites,
+               "Print the sites of --config (also a public model's config.json) as JSON, and train nothing");
   app.add_flag("--no-progress", settings.no_progress, "No progress bar");
 }
 
@@ -125,6 +128,7 @@ ParsedSettings parse_command_line(int argc, const char* const* argv) {
   const CLI::App* parity = declare_parity(app, settings);
   try {
     app.parse(argc, argv);
+    if (texts.sites) settings.command = Command::kSites;
     if (parity->parsed()) settings.command = Command::kParity;
     read(texts, settings);
   } catch (const CLI::CallForHelp&) {

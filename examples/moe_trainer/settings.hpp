@@ -11,7 +11,7 @@
 
 namespace terrace::trainer {
 
-enum class Command : std::uint8_t { kTrain, kParity };
+enum class Command : std::uint8_t { kTrain, kParity, kSites };
 
 struct Settings {
   Command command = Command::kTrain;

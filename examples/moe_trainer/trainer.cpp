@@ -6,6 +6,7 @@
 
 #include "examples/moe_trainer/base.hpp"
 #include "examples/moe_trainer/failure.hpp"
+#include "examples/moe_trainer/site_list.hpp"
 
 namespace terrace::trainer {
 
@@ -34,7 +35,9 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
       memory_(session),
       ops_(require(make_ops(session.device(), memory_))),
       model_(std::make_unique<Model>(session, options_.config)) {
-  TERRACE_CHECK((options_.images != nullptr) == (config().images.patch > 0), "images are given as configured");
+  TERRACE_CHECK((options_.images != nullptr) == (config().images.patch > 0),
+                "images are given as configured");
+  check_rules(session_.policy(), session_.sites());
   model_->allocate(session_, memory_, *ops_, options_.seed);
   optimizer_.emplace(options_.config.train, memory_);
   tokens_ = memory_.tensor(2, config().tokens_per_step(), Pool::kWeights);
@@ -169,8 +172,9 @@ void Trainer::resume(const std::string& path) {
                                 "--data"));
   }
   if (info.base_fingerprint != base_fingerprint_) {
-    bad_input(path + (info.base_fingerprint != 0 ? ": its adapters are of another base; name that one with --base"
-                                                 : ": its adapters were put on no --base; leave it out"));
+    bad_input(path + (info.base_fingerprint != 0
+                          ? ": its adapters are of another base; name that one with --base"
+                          : ": its adapters were put on no --base; leave it out"));
   }
   read_checkpoint(path, checkpoint_tensors(), session_);
   model_->refresh_copies(*ops_, session_.compute());

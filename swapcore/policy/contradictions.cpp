@@ -1,7 +1,10 @@
 #include "swapcore/policy/contradictions.hpp"
 
+#include <algorithm>
 #include <map>
-#include <tuple>
+#include <utility>
+
+#include "swapcore/policy/rule_report.hpp"
 
 namespace terrace {
 namespace {
@@ -84,18 +87,20 @@ void check_rules(const Policy& policy, const PolicyPositions& at, const std::vec
   if (policy.swapcore.mode == SwapMode::kRules && rules.empty() && at.swapcore_mode)
     problems.add(*at.swapcore_mode, "swapcore.mode",
                  "\"rules\" has no rule to follow; add a [[swapcore.rule]], or use \"auto\" or \"off\"");
-  using Scope =
-      std::tuple<std::string_view, std::optional<SiteKind>, RulePhase, std::uint64_t, std::uint64_t, int>;
-  std::map<Scope, const PlacedRule*> seen;
+  // Of other patterns only a model's sites can tell whether they meet.
+  std::map<std::pair<std::string_view, int>, std::vector<const PlacedRule*>> alike;
   for (const PlacedRule& placed : rules) {
-    const Rule& rule = placed.rule;
-    const Scope scope{rule.match, rule.kind, rule.phase, rule.first_step, rule.last_step, rule.priority};
-    const auto [first, inserted] = seen.emplace(scope, &placed);
-    if (inserted || first->second->rule.action == rule.action) continue;
-    problems.add(
-        placed.action, "swapcore.rule.action",
-        "contradicts the rule at line " + std::to_string(first->second->position.line) +
-            ", which says otherwise of the same sites; give one of them another priority, or remove it");
+    auto& others = alike[{placed.rule.match, placed.rule.priority}];
+    const auto first = std::find_if(others.begin(), others.end(), [&placed](const PlacedRule* other) {
+      return contradict(other->rule, placed.rule);
+    });
+    if (first != others.end()) {
+      problems.add(
+          placed.action, "swapcore.rule.action",
+          "contradicts the rule at line " + std::to_string((*first)->position.line) +
+              ", which says otherwise of the same sites; give one of them another priority, or remove it");
+    }
+    others.push_back(&placed);
   }
 }
 

@@ -13,6 +13,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"swapcore", "mode", "\"auto\""},
     {"swapcore", "hbm_budget", "\"auto\""},
     {"swapcore", "ddr_budget", "\"auto\""},
+    {"swapcore", "verify", "\"off\""},
     {"swapcore.rule", "match", ""},
     {"swapcore.rule", "kind", "\"any\""},
     {"swapcore.rule", "phase", "\"any\""},

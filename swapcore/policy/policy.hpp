@@ -17,6 +17,7 @@
 #include "runtime/result.hpp"
 #include "runtime/units.hpp"
 #include "swapcore/site.hpp"
+#include "swapcore/verifier.hpp"
 
 namespace terrace {
 
@@ -36,20 +37,29 @@ struct Amount {
 enum class SwapMode : std::uint8_t { kOff, kAuto, kRules };
 enum class Contingency : std::uint8_t { kOffload, kRecompute, kFail };
 enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
+[[nodiscard]] const char* name_of(RuleAction action);  // "auto", "hbm", "ddr", "discard"
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
+
+// In a file, from 1.
+struct FilePosition {
+  std::uint32_t line = 1, column = 1;
+  auto operator<=>(const FilePosition&) const = default;
+};
 
 struct Rule {
   std::string match;             // glob over site names: * within a dotted part or across parts
   std::optional<SiteKind> kind;  // none: any
   RulePhase phase = RulePhase::kAny;
   RuleAction action = RuleAction::kAuto;
-  int priority = 0;              // the highest matching rule decides; equal priority: the later one
+  int priority = 0;              // the highest matching rule decides; equals must agree
   std::uint64_t first_step = 0;  // steps = "0..100": inclusive
   std::uint64_t last_step = UINT64_MAX;
+  std::optional<FilePosition> position = std::nullopt;  // of `match`; none: made in a program
 };
 
 struct Policy {
+  std::string source;  // what errors name the file by; empty: made in a program
   struct Hbm {
     Amount budget = Amount::of_share(0.9);
     Amount reserve = Amount::of(2_GiB);
@@ -64,6 +74,7 @@ struct Policy {
     SwapMode mode = SwapMode::kAuto;
     Amount hbm_budget;  // auto: what the device budget leaves
     Amount ddr_budget;  // auto: all of ddr.budget
+    Verify verify = Verify::kOff;
     std::vector<Rule> rules;
   } swapcore;
   struct Checkpoint {
@@ -91,7 +102,11 @@ struct Policy {
 
 // Whether a glob (`layer.*.moe.fc1`) matches a site name.
 [[nodiscard]] bool glob_matches(std::string_view glob, std::string_view name);
-// What the rules say about a site at a step: the action of the deciding rule, or kAuto where none matches.
+// The rule that decides about a site at a step: of those that match the one of highest priority, or null. Of
+// equals, which say the same (rule_report.hpp refuses others), the first.
+[[nodiscard]] const Rule* deciding_rule(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase,
+                                        std::uint64_t step);
+// Its action, or kAuto where none matches.
 [[nodiscard]] RuleAction decide(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase,
                                 std::uint64_t step);
 

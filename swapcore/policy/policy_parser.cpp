@@ -23,6 +23,8 @@ constexpr Word<NumaMode> kNumaModes[] = {{"nearest", NumaMode::kNearest},
                                          {"interleave", NumaMode::kInterleave}};
 constexpr Word<SwapMode> kSwapModes[] = {
     {"off", SwapMode::kOff}, {"auto", SwapMode::kAuto}, {"rules", SwapMode::kRules}};
+constexpr Word<Verify> kVerifies[] = {
+    {"off", Verify::kOff}, {"sample", Verify::kSample}, {"always", Verify::kAlways}};
 constexpr Word<Contingency> kContingencies[] = {
     {"offload", Contingency::kOffload}, {"recompute", Contingency::kRecompute}, {"fail", Contingency::kFail}};
 
@@ -90,6 +92,7 @@ class PolicyParser {
     if (problems_.empty()) find_contradictions(policy_, positions_, rules_, problems_);
     if (!problems_.empty()) return problems_.first(source);
     for (PlacedRule& placed : rules_) policy_.swapcore.rules.push_back(std::move(placed.rule));
+    policy_.source = source;
     return std::move(policy_);
   }
 
@@ -183,6 +186,7 @@ class PolicyParser {
          positions_.swapcore_hbm_budget);
     keep(reader.amount("ddr_budget", swapcore.ddr_budget, AutoAllowed::kYes), swapcore.ddr_budget,
          positions_.swapcore_ddr_budget);
+    swapcore.verify = reader.word<Verify>("verify", swapcore.verify, kVerifies).value;
     if (const toml::node* rules = reader.node("rule")) rules_ = parse_rules(*rules, problems_);
   }
 

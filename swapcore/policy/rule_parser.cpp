@@ -75,6 +75,7 @@ PlacedRule parse_rule(const toml::table& table, Problems& problems) {
 
   const auto match = reader.text("match", "");
   rule.match = match.value;
+  rule.position = match.position.value_or(here);
   if (reader.node("match") == nullptr) {
     reader.problem(here, "match", "is missing; say which sites, as match = \"layer.*.moe.fc1\"");
   } else if (match.position) {

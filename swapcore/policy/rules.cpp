@@ -3,6 +3,20 @@
 
 namespace terrace {
 
+const char* name_of(RuleAction action) {
+  switch (action) {
+    case RuleAction::kAuto:
+      return "auto";
+    case RuleAction::kHbm:
+      return "hbm";
+    case RuleAction::kDdr:
+      return "ddr";
+    case RuleAction::kDiscard:
+      return "discard";
+  }
+  return "?";
+}
+
 bool glob_matches(std::string_view glob, std::string_view name) {
   // On a mismatch only the last star needs to take one more character: linear space, no recursion.
   std::size_t g = 0, n = 0;
@@ -25,15 +39,21 @@ bool glob_matches(std::string_view glob, std::string_view name) {
   return g == glob.size();
 }
 
-RuleAction decide(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase, std::uint64_t step) {
+const Rule* deciding_rule(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase,
+                          std::uint64_t step) {
   const Rule* deciding = nullptr;
   for (const Rule& rule : rules) {
-    if (deciding != nullptr && rule.priority < deciding->priority) continue;
+    if (deciding != nullptr && rule.priority <= deciding->priority) continue;
     if (rule.kind && *rule.kind != site.kind) continue;
     if (rule.phase != RulePhase::kAny && phase != RulePhase::kAny && rule.phase != phase) continue;
     if (step < rule.first_step || step > rule.last_step) continue;
     if (glob_matches(rule.match, site.name)) deciding = &rule;
   }
+  return deciding;
+}
+
+RuleAction decide(const std::vector<Rule>& rules, const SiteSpec& site, RulePhase phase, std::uint64_t step) {
+  const Rule* deciding = deciding_rule(rules, site, phase, step);
   return deciding == nullptr ? RuleAction::kAuto : deciding->action;
 }
 

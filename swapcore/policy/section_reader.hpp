@@ -24,10 +24,7 @@
 
 namespace terrace {
 
-struct Position {
-  std::uint32_t line = 1, column = 1;
-  auto operator<=>(const Position&) const = default;
-};
+using Position = FilePosition;
 [[nodiscard]] Position position_of(const toml::source_region& source);
 
 // What is wrong with a document; the first in reading order is the one reported.

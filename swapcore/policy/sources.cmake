@@ -7,6 +7,7 @@ list(APPEND TERRACE_SWAPCORE_SOURCES
   policy/load_policy.cpp
   policy/policy_parser.cpp
   policy/rule_parser.cpp
+  policy/rule_report.cpp
   policy/rules.cpp
   policy/section_reader.cpp
   policy/value_words.cpp)

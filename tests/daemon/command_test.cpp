@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "daemon/observer.hpp"
 #include "tests/daemon/process.hpp"
@@ -197,6 +198,50 @@ TEST_F(CommandTest, CheckGoesThroughEveryFile) {
   EXPECT_NE(mixed.err().find("bad.toml:2:"), std::string::npos) << mixed.err();
   EXPECT_NE(mixed.err().find("missing.toml"), std::string::npos) << mixed.err();
   EXPECT_NE(mixed.out().find("good.toml: ok"), std::string::npos);
+}
+
+TEST_F(CommandTest, CheckExplainsEverySiteOfAModel) {
+  const std::string model = (test::source_dir() / "examples/moe_trainer/configs/nano.toml").string();
+  const std::string policy =
+      folder_.write("p.toml",
+                    "[[swapcore.rule]]\nmatch = \"layer.0.*\"\naction = \"hbm\"\n"
+                    "[[swapcore.rule]]\nmatch = \"layer.0.moe.fc1\"\naction = \"ddr\"\npriority = 1\n"
+                    "phase = \"forward\"\nsteps = \"5..9\"\n"
+                    "[[swapcore.rule]]\nmatch = \"layer.*.moe.fc7\"\naction = \"ddr\"\n");
+  ChildProcess fine({program("terrace"), "check", "--explain", model, policy}, plain());
+  EXPECT_EQ(fine.wait(), 0) << fine.err();
+  EXPECT_NE(
+      fine.err().find(policy + ":11:9: warning: swapcore.rule.match: \"layer.*.moe.fc7\" matches no site"),
+      std::string::npos)
+      << fine.err();
+  EXPECT_NE(fine.err().find("; the nearest: layer.0.moe.fc1 (gmm)"), std::string::npos) << fine.err();
+  const std::string out = "\n" + fine.out();
+  for (const char* line : {"layer.0.moe.fc1 +gmm +hbm +at 2:9, layer.0.[*]: forward, steps 0 to 4",
+                           "layer.0.moe.fc1 +gmm +ddr +at 5:9, layer.0.moe.fc1: forward, steps 5 to 9",
+                           "layer.0.moe.fc1 +gmm +hbm +at 2:9, layer.0.[*]: recompute",
+                           "layer.0.moe.fc2 +gmm +hbm +at 2:9, layer.0.[*]", "layer.1.moe.fc1 +gmm +auto"}) {
+    EXPECT_TRUE(std::regex_search(out, std::regex("\n" + std::string(line) + "\n"))) << line << out;
+  }
+}
+
+TEST_F(CommandTest, CheckExplainRefusesRulesThatMeetOnASite) {
+  const std::string model = (test::source_dir() / "examples/moe_trainer/configs/nano.toml").string();
+  const std::string policy = folder_.write("p.toml",
+                                           "[[swapcore.rule]]\nmatch = \"layer.0.*\"\naction = \"hbm\"\n"
+                                           "[[swapcore.rule]]\nmatch = \"*.moe.fc1\"\naction = \"ddr\"\n");
+  ChildProcess without({program("terrace"), "check", policy}, plain());
+  EXPECT_EQ(without.wait(), 0) << "only a model tells";
+  ChildProcess refused({program("terrace"), "check", "--explain", model, policy}, plain());
+  EXPECT_EQ(refused.wait(), 2);
+  EXPECT_EQ(refused.out(), "");
+  EXPECT_NE(refused.err().find(policy + ":5:9: "), std::string::npos) << refused.err();
+  EXPECT_NE(refused.err().find(policy + ":2:9, "), std::string::npos) << refused.err();
+  ChildProcess missing({program("terrace"), "check", "--explain", folder_.file("none.toml"), policy},
+                       plain());
+  EXPECT_EQ(missing.wait(), 2);
+  EXPECT_NE(missing.err().find("none.toml"), std::string::npos) << missing.err();
+  ChildProcess nothing({program("terrace"), "check"}, plain());
+  EXPECT_EQ(nothing.wait(), 2);
 }
 
 TEST_F(CommandTest, StatusShowsTheDaemonOrSaysThereIsNone) {

@@ -94,7 +94,7 @@ TEST(Contradictions, TheDefaultReserveYieldsToASmallBudget) {
   EXPECT_EQ(found(policy, at), "");
 }
 
-TEST(Contradictions, RulesAlikeInScopeMayAgreeOrDifferInPriority) {
+TEST(Contradictions, RulesOfOnePatternAgreeOrNeverMeet) {
   PlacedRule hbm{{}, {10, 1}, {12, 10}}, ddr{{}, {20, 1}, {22, 10}};
   hbm.rule.match = ddr.rule.match = "layer.*";
   hbm.rule.action = RuleAction::kHbm;
@@ -104,11 +104,17 @@ TEST(Contradictions, RulesAlikeInScopeMayAgreeOrDifferInPriority) {
               HasSubstr("p:22:10: swapcore.rule.action: contradicts the rule at line 10"));
   for (const auto& change : std::vector<std::function<void(Rule&)>>{
            [](Rule& r) { r.priority = 1; }, [](Rule& r) { r.match = "layer.1"; },
-           [](Rule& r) { r.kind = SiteKind::kGmm; }, [](Rule& r) { r.phase = RulePhase::kForward; },
-           [](Rule& r) { r.last_step = 5; }, [](Rule& r) { r.first_step = 5; }}) {
-    PlacedRule other = ddr;
+           [](Rule& r) { r.kind = SiteKind::kScan; }, [](Rule& r) { r.phase = RulePhase::kRecompute; },
+           [](Rule& r) { r.first_step = 9; }}) {
+    PlacedRule narrow = hbm, other = ddr;
+    narrow.rule.kind = SiteKind::kGmm;
+    narrow.rule.phase = RulePhase::kForward;
+    narrow.rule.last_step = 8;
+    EXPECT_NE(found(Policy{}, {}, {narrow, other}), "") << "any kind, phase and step include these";
+    EXPECT_NE(found(Policy{}, {}, {other, narrow}), "");
     change(other.rule);
-    EXPECT_EQ(found(Policy{}, {}, {hbm, other}), "");
+    EXPECT_EQ(found(Policy{}, {}, {narrow, other}), "");
+    EXPECT_EQ(found(Policy{}, {}, {other, narrow}), "");
   }
 }
 

@@ -108,15 +108,16 @@ TEST(Glob, ManyStarsStayCheap) {
   EXPECT_FALSE(glob_matches(glob + "b", name));  // exponential matchers don't return from this
 }
 
-TEST(Rules, HighestPriorityDecidesAndOfEqualsTheLater) {
+TEST(Rules, HighestPriorityDecidesAndOfEqualsTheFirst) {
   const SiteSpec site{"layer.7.moe.fc1", SiteKind::kGmm, 7, "moe.fc1"};
   std::vector<Rule> rules(3);
   rules[0] = {.match = "layer.*", .kind = {}, .action = RuleAction::kHbm, .priority = 5};
   rules[1] = {.match = "*.fc1", .kind = {}, .action = RuleAction::kDdr, .priority = 5};
   rules[2] = {.match = "*", .kind = {}, .action = RuleAction::kDiscard, .priority = 1};
+  EXPECT_EQ(deciding_rule(rules, site, RulePhase::kForward, 0), rules.data());
+  rules[1].priority = 6;
   EXPECT_EQ(decide(rules, site, RulePhase::kForward, 0), RuleAction::kDdr);
-  rules[0].priority = 6;
-  EXPECT_EQ(decide(rules, site, RulePhase::kForward, 0), RuleAction::kHbm);
+  EXPECT_EQ(deciding_rule({}, site, RulePhase::kForward, 0), nullptr);
   EXPECT_EQ(decide({}, site, RulePhase::kForward, 0), RuleAction::kAuto);
 }
 

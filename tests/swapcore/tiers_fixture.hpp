@@ -16,6 +16,7 @@ struct TierOptions {
   Bytes ddr = 32_MiB;
   double link_bytes_per_second = 4e9;
   CopyEngine::Options copies{};
+  Verify verify = Verify::kOff;
 };
 
 class Tiers {
@@ -31,7 +32,8 @@ class Tiers {
                           *device, {.budget = options.ddr, .slab = 256_KiB, .huge_pages = HugePages::kOff}))
                 .value()),
         copies(std::move(CopyEngine::create(*device, options.copies)).value()),
-        store(std::move(ResidencyStore::create({*device, *hbm, *ddr, *copies, compute})).value()) {}
+        store(std::move(ResidencyStore::create({*device, *hbm, *ddr, *copies, compute, options.verify}))
+                  .value()) {}
   ~Tiers() {
     store.reset();
     EXPECT_EQ(hbm->usage().live, 0_B);
