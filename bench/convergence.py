@@ -21,8 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "examples" / "moe_trainer" / "configs"
 PARTS = ["types", "peer", "lora", "export", "images"]
 MODELS = ["hf_kimi_linear", "hf_deepseek_v32", "hf_qwen3_moe"]
-TYPES = {"fp32": {"train.compute": "fp32"}, "bf16": {}, "fp8": {"moe.compute": "fp8"}}
+# "fp32-ulp": the fp32 run again at a learning rate that is greater by a unit of its last place: how far two runs part that
+# rounding alone keeps apart. Its first steps alone, in which curves lie farthest apart.
+TYPES = {"fp32": {"train.compute": "fp32"}, "fp32-ulp": {"train.compute": "fp32"}, "bf16": {}, "fp8": {"moe.compute": "fp8"}}
+STEPS_OF = {"fp32-ulp": 400}
 BOUNDS = {"bf16": 0.01, "fp8": 0.02, "peer": 0.001, "export": 1e-4, "images": 0.85}
+# A token whose scores of two experts lie within rounding goes either way, and from there two right trainings part. So the
+# batches are those of the first seed whose smallest such distance in transformers' own run is above LEAST_MARGIN, on a text
+# that is the same everywhere.
+PEER = {"batch": 4, "length": 64, "steps": 200, "seed": 1, "text": ROOT / "LICENSE"}
+LEAST_MARGIN = 2e-6
 ADAPTERS = {"lora.rank": 16, "lora.targets": ["kda.q", "kda.v", "kda.out", "dsa.q", "dsa.out", "moe.down", "moe.up"]}
 # Nats a byte that a caption holds for a reader without its image: 144 of them, 39.5 bytes in the mean.
 CAPTION_FLOOR = math.log(144) / 39.5
@@ -111,7 +119,7 @@ class Bench:
         out = self.folder / f"{name}.tokens"
         with out.open("w", encoding="utf-8") as file:
             for step in range(shape["steps"]):
-                drawn = [convergence_text.draw(text, shape["length"], 1, step * shape["batch"] + i)
+                drawn = [convergence_text.draw(text, shape["length"], shape.get("seed", 1), step * shape["batch"] + i)
                          for i in range(shape["batch"])]
                 file.write(json.dumps({"ids": [d[0] for d in drawn], "labels": [d[1] for d in drawn]}) + "\n")
         return out
@@ -136,15 +144,21 @@ def small_of(bench):
         ROOT / "bench" / "convergence" / "small.toml", {}, bench.options.steps)
 
 
+def learning_rate_of(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return float(next(line.split("=")[1] for line in lines if line.startswith("learning_rate")))
+
+
 def types(bench):
     path, changes, steps = small_of(bench)
     curves = {}
     for name in bench.options.types:
-        config = bench.config(f"types-{name}", path, {**changes, **TYPES[name]})
+        nudged = {"train.learning_rate": learning_rate_of(path) * (1 + 2 ** -23)} if name == "fp32-ulp" else {}
+        config = bench.config(f"types-{name}", path, {**changes, **TYPES[name], **nudged})
         more = ["--checkpoint", bench.folder / "base.safetensors"] if name == "bf16" else []
-        run = bench.train(f"types-{name}", ["--config", config, "--steps", steps, "--data", bench.text["train"],
-                                            "--evaluate", bench.text["heldout"], "--evaluate-every", max(1, steps // 10),
-                                            *more])
+        run = bench.train(f"types-{name}", ["--config", config, "--steps", min(steps, STEPS_OF.get(name, steps)),
+                                            "--data", bench.text["train"], "--evaluate", bench.text["heldout"],
+                                            "--evaluate-every", max(1, steps // 10), *more])
         curves[name] = {"losses": run["losses"], "evaluations": run["evaluations"], "ms_per_step": run["ms_per_step"]}
         bench.keep(f"types-{name}", curves[name])
         first, last = run["evaluations"][0]["perplexity"], run["evaluations"][-1]["perplexity"]
@@ -154,21 +168,38 @@ def types(bench):
         if not last < first:
             bench.failed.append(f"types/{name}: the held-out perplexity did not fall")
         if name != "fp32" and "fp32" in curves:
-            bench.bound(f"types/{name}", "loss_to_fp32", worst_ratio(run["losses"], curves["fp32"]["losses"]), BOUNDS[name])
+            compare_with_fp32(bench, name, curves)
+
+
+def compare_with_fp32(bench, name, curves):
+    worst = worst_ratio(curves[name]["losses"], curves["fp32"]["losses"])
+    if name in BOUNDS:
+        bench.bound(f"types/{name}", "loss_to_fp32", worst, BOUNDS[name])
+    else:
+        bench.row(f"types/{name}", "loss_to_fp32", worst, "ratio")
+    there = {one["step"]: one["loss"] for one in curves["fp32"]["evaluations"]}
+    apart = [abs(one["loss"] - there[one["step"]]) / there[one["step"]]
+             for one in curves[name]["evaluations"] if one["step"] in there]
+    bench.row(f"types/{name}", "heldout_loss_to_fp32", max(apart), "ratio")
 
 
 def peer(bench):
-    shape = {"batch": 4, "length": 64, "steps": 6 if bench.options.quick else 200}
+    shape = {**PEER, "steps": 6 if bench.options.quick else PEER["steps"]}
     config = ROOT / "bench" / "convergence" / "peer.toml"
     model = bench.options.models / "hf_kimi_linear"
-    ours = bench.train("peer", ["--model", model, "--config", config, "--steps", shape["steps"], "--data", bench.text["train"]])
-    tokens = bench.write_tokens("peer", bench.text["train"], shape)
-    theirs = [row["loss"] for row in bench.peer("kimi_training.py", [model, "--tokens", tokens, "--config", config])]
-    bench.keep("peer", {"terrace": ours["losses"], "transformers": theirs})
-    worst = max(abs(a - b) / b for a, b in zip(ours["losses"], theirs))
+    ours = bench.train("peer", ["--model", model, "--config", config, "--steps", shape["steps"], "--seed", shape["seed"],
+                                "--data", shape["text"]])
+    tokens = bench.write_tokens("peer", shape["text"], shape)
+    theirs = bench.peer("kimi_training.py", [model, "--tokens", tokens, "--config", config])
+    bench.keep("peer", {"terrace": ours["losses"], "transformers": [row["loss"] for row in theirs]})
+    worst = max(abs(a - b["loss"]) / b["loss"] for a, b in zip(ours["losses"], theirs))
     bench.bound("peer/kimi_linear", "loss_to_transformers", worst, BOUNDS["peer"])
     bench.row("peer/kimi_linear", "loss_last", ours["losses"][-1], "nats")
-    bench.row("peer/kimi_linear", "loss_last", theirs[-1], "nats", system="transformers")
+    bench.row("peer/kimi_linear", "loss_last", theirs[-1]["loss"], "nats", system="transformers")
+    margin = min(row["margin"] for row in theirs)
+    bench.row("peer/kimi_linear", "smallest_routing_margin", margin, "score", floor=LEAST_MARGIN, system="transformers")
+    if margin < LEAST_MARGIN:
+        bench.failed.append(f"peer/kimi_linear: the smallest routing margin is {margin:.2g}, within rounding: another seed is needed")
 
 
 def lora(bench):

@@ -1,8 +1,9 @@
 """Real text for bench/convergence.py, and the order in which the trainer reads it.
 
 Without --text the text is the prose of the Python installation that runs this: the documentation strings and comments of its
-standard library, by file name, with a fingerprint. The first file is for training, a tenth of it apart is held out, and the
-second text, for adapters, is the package fortunes where it is installed, else the tests' part of the library.
+standard library, by file name, with a fingerprint, without the character tables of encodings/, which are a fifth of it and no
+prose. The first file is for training, a tenth of it apart is held out, and the second text, for adapters, is the package
+fortunes where it is installed, else the tests' part of the library.
 """
 import ast
 import hashlib
@@ -66,6 +67,10 @@ def library_prose(skip):
     return "".join(texts)
 
 
+def is_table(relative):
+    return relative.startswith("encodings/")
+
+
 def is_test(relative):
     return "test/" in relative or "tests/" in relative
 
@@ -79,7 +84,7 @@ def second_text():
 def make(folder):
     """Writes train.txt, heldout.txt and second.txt; every tenth block of 8 KiB is held out."""
     folder.mkdir(parents=True, exist_ok=True)
-    prose = library_prose(lambda name: "site-packages" in name or is_test(name))
+    prose = library_prose(lambda name: "site-packages" in name or is_test(name) or is_table(name))
     blocks = [prose[at:at + 8192] for at in range(0, len(prose), 8192)]
     (folder / "heldout.txt").write_text("".join(blocks[9::10]), encoding="utf-8")
     (folder / "train.txt").write_text("".join(b for i, b in enumerate(blocks) if i % 10 != 9), encoding="utf-8")

@@ -3,8 +3,9 @@
 
     kimi_training.py MODEL --tokens FILE --config FILE [--device cpu|cuda]
 
-FILE of --tokens: a JSON line {"ids": [[...]], "labels": [[...]]} a step. One JSON line {"step", "loss"} a step on stdout: the
-mean loss before the update. Everything is fp32, without TF32, and plain PyTorch: no kernel of another package is used.
+FILE of --tokens: a JSON line {"ids": [[...]], "labels": [[...]]} a step. One JSON line {"step", "loss", "margin"} a step on
+stdout: the mean loss before the update, and the smallest distance, over all tokens and layers, between the score of the last
+expert that was chosen and of the next. Everything is fp32, without TF32, and plain PyTorch: no kernel of another package is used.
 """
 import argparse
 import json
@@ -74,16 +75,25 @@ def make_model(options):
     return model.to(options.device).train()
 
 
-class Balance:
-    """Moves the routers' biases towards equal counts once a step, as the trainer does; transformers leaves that to its user."""
+class Routers:
+    """Moves their biases towards equal counts once a step, as the trainer does; transformers leaves that to its user. Keeps
+    each one's choice of the step and how near it was: a token whose two scores lie within rounding goes either way."""
 
     RATE = 1e-3
 
     def __init__(self, model):
-        self.chosen = {}
+        self.chosen, self.margins = {}, {}
         for module in model.modules():
             if hasattr(module, "e_score_correction_bias") and hasattr(module, "weight"):
-                module.register_forward_hook(lambda gate, _, out: self.chosen.update({gate: out[2]}))
+                module.register_forward_hook(self.seen)
+
+    @torch.no_grad()
+    def seen(self, gate, inputs, out):
+        self.chosen[gate] = out[2]
+        rows = inputs[0].reshape(-1, gate.weight.shape[1]).to(gate.weight.dtype)
+        scores = torch.nn.functional.linear(rows, gate.weight).sigmoid() + gate.e_score_correction_bias
+        best = scores.topk(out[2].shape[-1] + 1, dim=-1)[0]
+        self.margins[gate] = (best[:, -2] - best[:, -1]).min().item()
 
     def step(self):
         for gate, chosen in self.chosen.items():
@@ -109,7 +119,7 @@ def main():
               {"params": [p for n, p in named if not is_matrix(n, p)], "weight_decay": 0.0}]
     print("no decay: " + " ".join(n for n, p in named if not is_matrix(n, p)), file=sys.stderr)
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(training["beta1"], training["beta2"]), eps=training["adam_eps"])
-    balance = Balance(model)
+    routers = Routers(model)
     for step, line in enumerate(open(options.tokens, encoding="utf-8"), 1):
         batch = {key: torch.tensor(value, device=options.device) for key, value in json.loads(line).items()}
         logits = model(input_ids=batch["ids"], use_cache=False).logits.float()
@@ -121,8 +131,8 @@ def main():
         for group in adam.param_groups:
             group["lr"] = learning_rate_at(training, step)
         adam.step()
-        balance.step()
-        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+        routers.step()
+        print(json.dumps({"step": step, "loss": loss.item(), "margin": min(routers.margins.values())}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -250,6 +251,67 @@ TEST_F(TrainerProgram, TrainsOnImages) {
   with.insert(with.end(), {"--evaluate", file("text.txt")});
   expect_refused(with, 2, "--evaluate: is of text");
   expect_refused(tiny({"--images", folder_.string()}), 2, "--images: the configuration has no [images]");
+}
+
+TEST_F(TrainerProgram, EvaluatesTextThatIsNotTrainedOn) {
+  std::ofstream(folder_ / "other.txt") << contents(folder_ / "text.txt").substr(300, 900);
+  ASSERT_EQ(run(tiny({"--steps", "5", "--json", file("alone.json")})).exit_code, 0);
+  const Ended ended = run(tiny({"--steps", "5", "--json", file("run.json"), "--evaluate", file("other.txt"),
+                                "--evaluate-every", "2"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json json = result("run.json"), alone = result("alone.json");
+  EXPECT_EQ(json["losses_hex"], alone["losses_hex"]) << "looking changes nothing";
+  EXPECT_FALSE(alone.contains("evaluations"));
+  std::vector<int> steps;
+  for (const nlohmann::json& one : json["evaluations"]) {
+    steps.push_back(one["step"].get<int>());
+    EXPECT_NEAR(std::log(one["perplexity"].get<double>()), one["loss"].get<double>(), 1e-6);
+  }
+  EXPECT_EQ(steps, (std::vector<int>{0, 2, 4, 5}));
+  EXPECT_LT(json["evaluations"].back()["loss"], json["evaluations"].front()["loss"]);
+}
+
+TEST_F(TrainerProgram, RefusesWhatItCannotEvaluate) {
+  expect_refused(tiny({"--evaluate-every", "2"}), 2, "--evaluate-every: name the text with --evaluate FILE");
+  expect_refused(tiny({"--evaluate", file("none.txt")}), 2, "none.txt: cannot read");
+  std::ofstream(folder_ / "short.txt") << "short";
+  expect_refused(tiny({"--evaluate", file("short.txt")}), 2, "--evaluate: the text holds 5 bytes");
+  expect_refused(tiny({"--evaluate", file("text.txt"), "--evaluate-every", "0"}), 2, "--evaluate-every");
+}
+
+TEST_F(TrainerProgram, PutsAdaptersOnABase) {
+  const std::string tiny_toml =
+      contents(terrace::test::source_dir() / "examples/moe_trainer/configs/tiny.toml");
+  const auto adapted = [&](const char* name, const std::string& toml) {
+    std::ofstream(folder_ / name) << toml << "[lora]\nrank = 2\ntargets = [\"kda.q\", \"moe.fc2\"]\n";
+    return std::vector<std::string>{"--config", file(name), "--data",     file("text.txt"),
+                                    "--device", "emulated", "--base",     file("base.safetensors"),
+                                    "--steps",  "3",        "--evaluate", file("text.txt")};
+  };
+  ASSERT_EQ(run(tiny({"--steps", "4", "--checkpoint", file("base.safetensors"), "--evaluate",
+                      file("text.txt"), "--json", file("base.json")}))
+                .exit_code,
+            0);
+  std::vector<std::string> lora = adapted("lora.toml", tiny_toml);
+  lora.insert(lora.end(), {"--json", file("lora.json"), "--checkpoint", file("lora.safetensors")});
+  const Ended ended = run(lora);
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json base = result("base.json"), json = result("lora.json");
+  EXPECT_EQ(json["evaluations"].front()["loss"], base["evaluations"].back()["loss"]);
+  EXPECT_NE(json["evaluations"].back()["loss"], json["evaluations"].front()["loss"]);
+  EXPECT_EQ(json["base_fingerprint"].get<std::string>().size(), 16U);
+  EXPECT_EQ(json["base_fingerprint"], json["base_fingerprint_after"]);
+  EXPECT_FALSE(base.contains("base_fingerprint"));
+
+  expect_refused(tiny({"--base", file("base.safetensors")}), 2, "--base: the configuration trains the whole");
+  std::string wider = tiny_toml;
+  wider.replace(wider.find("hidden = 64"), 11, "hidden = 96");
+  expect_refused(adapted("wider.toml", wider), 2, "model.hidden = 64 (here: 96)");
+  std::vector<std::string> alone = adapted("lora.toml", tiny_toml);
+  alone[7] = file("lora.safetensors");
+  expect_refused(alone, 2, "lora.safetensors: holds adapters alone");
+  alone[7] = file("none.safetensors");
+  expect_refused(alone, 2, "none.safetensors");
 }
 
 }  // namespace
