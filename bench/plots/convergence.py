@@ -114,7 +114,7 @@ def draw_images(kept):
     figure, axes = one_panel(f"Captions of images, running means of {SMOOTHED} steps")
     line(axes, smoothed(kept["images"]["images"]), color=OURS, label="pixels")
     line(axes, smoothed(kept["images"]["blank"]), color=OTHER, label="every image blank")
-    axes.axhline(CAPTION_FLOOR, color=OTHER, linewidth=0.8, linestyle=":", label="what no caption tells")
+    axes.axhline(CAPTION_FLOOR, color=OTHER, linewidth=0.8, linestyle=":", label="the least without pixels")
     axes.set_yscale("log")
     axes.set_yticks([0.03, 0.1, 0.3, 1, 3], labels=["0.03", "0.1", "0.3", "1", "3"])
     axes.minorticks_off()
