@@ -197,7 +197,7 @@ def peer(bench):
     bench.row("peer/kimi_linear", "loss_last", ours["losses"][-1], "nats")
     bench.row("peer/kimi_linear", "loss_last", theirs[-1]["loss"], "nats", system="transformers")
     margin = min(row["margin"] for row in theirs)
-    bench.row("peer/kimi_linear", "smallest_routing_margin", margin, "score", floor=LEAST_MARGIN, system="transformers")
+    bench.row("peer/kimi_linear", "smallest_routing_margin", margin, "score", system="transformers")
     if margin < LEAST_MARGIN:
         bench.failed.append(f"peer/kimi_linear: the smallest routing margin is {margin:.2g}, within rounding: another seed is needed")
 
