@@ -45,7 +45,7 @@ class Preset:
 PRESETS = {
     "tiny": Preset("tiny", steps=6, resumes=True, more=["--length", "384", "--batch", "8"]),
     "nano": Preset("nano", steps=8, resumes=True),
-    "slice": Preset("slice", steps=10, resumes=False),
+    "slice": Preset("slice", steps=14, resumes=False, more=["--batch", "2"]),  # a step of half a second
 }
 
 

@@ -46,6 +46,7 @@ ResidencyStore::~ResidencyStore() {
   while (!entries_.empty()) forget(entries_.begin());
   for (const Retired& retired : retired_) {
     end(retired.copy);
+    end(retired.left);
     give_back(parts_.ddr, retired.ddr);
   }
   retired_.clear();
@@ -119,6 +120,20 @@ Status ResidencyStore::spill(const EntryKey& key) {
   return ready;
 }
 
+Status ResidencyStore::depart(const EntryKey& key) {
+  auto it = entries_.find(key);
+  if (it == entries_.end() || it->second.state != Residency::kLeaving) return {};
+  settle(it);
+  Entry& entry = it->second;
+  if (entry.state != Residency::kLeaving || parts_.verify != Verify::kOff) return {};
+  if (auto waits = wait_on_compute(key, Direction::kD2H, entry.copy); !waits) return waits;
+  let_go(key, entry.size);
+  entry.hbm.reset();
+  entry.left = std::move(entry.copy);
+  entry.state = Residency::kInDdr;
+  return {};
+}
+
 // HBM for the bytes, ordered on the compute stream behind whatever used that range before; then the copy,
 // behind the fence recorded after that.
 Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
@@ -186,7 +201,8 @@ std::vector<EntryKey> ResidencyStore::in_layer(int layer, std::uint32_t micro_ba
 }
 
 // The compute stream waits for the copy; how long is known when both events have passed.
-Status ResidencyStore::wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy) {
+Status ResidencyStore::wait_on_compute(const EntryKey& key, Direction direction,
+                                       const CopyEngine::Ticket& copy) {
   auto arrived = parts_.device.create_event();
   if (!arrived) return arrived.error();
   auto resumed = parts_.device.create_event();
@@ -202,7 +218,7 @@ Status ResidencyStore::wait_on_compute(const EntryKey& key, const CopyEngine::Ti
     parts_.device.destroy_event(*resumed);
     return status;
   }
-  probes_.push_back({key, *arrived, *resumed});
+  probes_.push_back({key, direction, *arrived, *resumed});
   return {};
 }
 
@@ -213,9 +229,15 @@ Result<ResidencyStore::Taken> ResidencyStore::take(const EntryKey& key) {
   if (auto restored = restore(key); !restored) return restored.error();
   if (entry.check && !verifier_.intact(entry.check)) entry.damaged = true;
   if (entry.damaged) return refuse_damaged(it);
+  if (entry.left.valid() && entry.left.done()) {
+    if (Status left = entry.left.synchronize(); !left) {
+      forget(it);
+      return Error{Errc::kIo, "its bytes never reached DDR: " + left.error().text, {}, {}};
+    }
+  }
   Taken taken;
   if (entry.state == Residency::kArriving) {
-    if (auto waits = wait_on_compute(key, entry.copy); !waits) return waits.error();
+    if (auto waits = wait_on_compute(key, Direction::kH2D, entry.copy); !waits) return waits.error();
     taken.waited = true;
     retire(entry, nullptr);
   }
@@ -242,6 +264,7 @@ void ResidencyStore::settle(Entries::iterator it) {
   } else {
     if (entry.check) entry.damaged = !verifier_.intact(entry.check);
     entry.check.reset();
+    entry.left = {};  // a restore is behind its spill
     give_back(parts_.ddr, *std::exchange(entry.ddr, std::nullopt));
     entry.state = Residency::kInHbm;
   }
@@ -265,6 +288,7 @@ Error ResidencyStore::refuse_damaged(Entries::iterator it) {
 
 // Of a copy that nobody wants any more: what is held back stays where it is, what moves is waited for.
 void ResidencyStore::end(const CopyEngine::Ticket& copy) {
+  if (!copy.valid()) return;
   copy.cancel();
   (void)copy.synchronize();
 }
@@ -276,19 +300,20 @@ void ResidencyStore::retire(Entry& entry, BlockRef still_read) {
   if (!entry.ddr) return;
   if (entry.check) verifier_.forget(entry.check);
   entry.check.reset();
-  if (entry.copy.valid()) {
-    retired_.push_back({*entry.ddr, std::move(entry.copy), std::move(still_read)});
+  if (entry.copy.valid() || entry.left.valid()) {
+    retired_.push_back({*entry.ddr, std::move(entry.copy), std::move(entry.left), std::move(still_read)});
   } else {
     give_back(parts_.ddr, *entry.ddr);
   }
   entry.ddr.reset();
   entry.copy = {};
+  entry.left = {};
 }
 
 void ResidencyStore::forget(Entries::iterator it) {
   Entry& entry = it->second;
   // Its HBM side goes back in order of the compute stream, which knows nothing of the copy: end that first.
-  if (entry.copy.valid()) end(entry.copy);
+  end(entry.copy);
   entry.copy = {};
   retire(entry, nullptr);
   if (entry.hbm) let_go(it->first, entry.size);
@@ -318,7 +343,7 @@ void ResidencyStore::poll() {
     it = leaving_.erase(it);
   }
   for (auto it = retired_.begin(); it != retired_.end();) {
-    if (!it->copy.done()) {
+    if (!ended(it->copy) || !ended(it->left)) {
       ++it;
       continue;
     }
@@ -338,7 +363,8 @@ Result<bool> ResidencyStore::wait_for_a_spill() {
     return true;
   }
   if (retired_.empty()) return false;
-  (void)retired_.front().copy.synchronize();  // nobody needs its bytes: it lets go either way
+  end(retired_.front().copy);  // nobody needs its bytes: it lets go either way
+  end(retired_.front().left);
   poll();
   return true;
 }
@@ -385,7 +411,7 @@ std::vector<ResidencyStore::Wait> ResidencyStore::collect_waits() {
     }
     const auto seconds = parts_.device.seconds_between(it->arrived, it->resumed);
     const bool late = seconds && *seconds > kLateSeconds;
-    waits.push_back({it->key, late, late ? *seconds : 0.0});
+    waits.push_back({it->key, it->direction, late, late ? *seconds : 0.0});
     parts_.device.destroy_event(it->arrived);
     parts_.device.destroy_event(it->resumed);
     it = probes_.erase(it);

@@ -7,8 +7,9 @@
 //                       +---------- (asked for, copy done) --- arriving
 //
 // take() ends an entry from any state and hands its bytes over, ordered on the compute stream. The store owns
-// both sides of every copy in flight until the copy's event has completed: no block is reused under a copy,
-// and no restore can start before its own spill has finished. Called from one thread.
+// both sides of every copy in flight until the copy's event has completed, or until the compute stream is
+// ordered behind it: no block is reused under a copy, and no restore can start before its own spill has
+// finished. Called from one thread.
 //
 // Copies are in the background until somebody waits for them. One that fails on its way leaves its entry
 // where the bytes still are: a spill in HBM, a restore in DDR.
@@ -61,6 +62,11 @@ class ResidencyStore {
   void keep(const EntryKey& key, BlockRef block);
   // in_hbm -> leaving. Errors: kOutOfBudget (DDR), copy errors; the entry stays in_hbm.
   [[nodiscard]] Status spill(const EntryKey& key);
+  // leaving -> in_ddr, now: the compute stream waits for the copy, and what it does from here on may have the
+  // HBM. A host that runs ahead of the device thus holds what a plan says, and not what has not left yet.
+  // Nothing to do in the other states, or where checksums are taken of what arrives. Errors: copy errors; the
+  // entry stays leaving.
+  [[nodiscard]] Status depart(const EntryKey& key);
   // in_ddr -> arriving, leaving -> in_hbm; nothing to do in the other states.
   // Errors: kOutOfBudget (HBM), copy errors; the entry stays where it is.
   [[nodiscard]] Status restore(const EntryKey& key);
@@ -74,8 +80,8 @@ class ResidencyStore {
     bool waited = false;  // the compute stream may have to wait for the copy: collect_waits() tells
   };
   // Ends the entry. Errors: kNotFound; kOutOfBudget where it was in_ddr and HBM is full: the entry stays; kIo
-  // where its bytes changed in DDR, as far as Parts::verify looks: the entry is dropped. The host may wait
-  // for a checksum.
+  // where its bytes changed in DDR, as far as Parts::verify looks, or its spill failed after depart(): the
+  // entry is dropped. The host may wait for a checksum.
   [[nodiscard]] Result<Taken> take(const EntryKey& key);
   // Ends the entry and forgets its bytes.
   void drop(const EntryKey& key);
@@ -100,9 +106,10 @@ class ResidencyStore {
   // Bytes of DDR that entries of that kind hold: leaving, in_ddr, arriving.
   [[nodiscard]] Bytes ddr_bytes(EntryKey::What what) const;
 
-  // What became of a take() that found its copy in flight.
+  // What became of a take() or a depart() that found its copy in flight.
   struct Wait {
     EntryKey key;
+    Direction direction = Direction::kH2D;  // kH2D: a restore was waited for; kD2H: a spill
     bool late = false;   // the compute stream really waited
     double seconds = 0;  // how long
   };
@@ -119,16 +126,18 @@ class ResidencyStore {
     BlockRef hbm;                // in_hbm, leaving, arriving
     std::optional<Block> ddr;    // leaving, in_ddr, arriving
     CopyEngine::Ticket copy;     // leaving, arriving
+    CopyEngine::Ticket left;     // in_ddr, arriving: a spill that depart() ordered, until it is seen to have ended
     Verifier::CheckRef check{};  // in_ddr, arriving; null: not looked at
     bool damaged = false;        // in_hbm: came back with another checksum
   };
   struct Retired {  // what a copy that nobody waits for any more still reads and writes
     Block ddr;
-    CopyEngine::Ticket copy;
+    CopyEngine::Ticket copy, left;  // either may be invalid
     BlockRef still_read;
   };
   struct Probe {  // the compute stream's arrival at a wait, and its way out
     EntryKey key;
+    Direction direction;
     Event arrived, resumed;
   };
   using Entries = std::map<EntryKey, Entry>;
@@ -136,9 +145,11 @@ class ResidencyStore {
   ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence), verifier_(parts.verify) {}
   [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Status start_restore(Entry& entry, CopyReason reason);
-  [[nodiscard]] Status wait_on_compute(const EntryKey& key, const CopyEngine::Ticket& copy);
+  [[nodiscard]] Status wait_on_compute(const EntryKey& key, Direction direction,
+                                       const CopyEngine::Ticket& copy);
   void settle(Entries::iterator it);
   [[nodiscard]] Error refuse_damaged(Entries::iterator it);
+  static bool ended(const CopyEngine::Ticket& copy) { return !copy.valid() || copy.done(); }
   static void end(const CopyEngine::Ticket& copy);
   void retire(Entry& entry, BlockRef still_read);
   void forget(Entries::iterator it);

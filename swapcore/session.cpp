@@ -129,6 +129,7 @@ bool Session::Impl::evict_an_output() {
 // its use, else, where the policy says so, the saved activation used last. False: nothing is left to give.
 bool Session::Impl::make_room(const Error& refusal) {
   if (refusal.code != Errc::kOutOfBudget) return false;
+  missed_room += refusal.bytes;
   store->poll();
   // A spill that failed has freed nothing: whatever else can, does.
   const auto gave_way = [this] {

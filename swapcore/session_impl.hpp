@@ -43,6 +43,8 @@ struct Session::Impl {
   std::unique_ptr<StepProfile> profile;          // while a step is measured
   std::optional<Snapshot> measured;              // what the plan was made of
   Bytes saved_peak;                              // most HBM that saved activations held in the measured step
+  Bytes fragments;                               // of the HBM budget, what no plan counts on
+  Bytes missed_room;                             // what the trainer asked for in vain since the plan was made
   Bytes hbm_peak, ddr_peak;                      // most that was held before the last reset_peaks()
   std::uint64_t step = 0;
   double step_started = 0;
@@ -78,6 +80,7 @@ struct Session::Impl {
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
   void enter(StepProfile::Phase phase, int layer);
   void restore_layer(int layer, std::uint32_t micro_batch);
+  void depart_planned(std::size_t moment, std::uint32_t micro_batch);
   void restore_planned(std::size_t moment, std::uint32_t micro_batch);
 
   // session_plan.cpp
@@ -85,6 +88,8 @@ struct Session::Impl {
   [[nodiscard]] double measure_two_ways(const Block& near, const Block& far, Event ready) const;
   void measure();
   void make_plan();
+  void leave_to_fragments(Bytes bytes);
+  [[nodiscard]] bool note_missed_room();
   void begin_timing();
   void end_timing();
   [[nodiscard]] std::optional<Prediction::Measured> timed_step();

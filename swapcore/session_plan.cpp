@@ -11,8 +11,9 @@
 namespace terrace {
 namespace {
 
-// Live bytes are planned, mapped ones are limited: fragments of the pool lie between.
-constexpr double kPlannedShareOfHbm = 0.96;
+// Live bytes are planned, mapped ones are limited: fragments of the pool lie between. At most this share of
+// the budget is left to them.
+constexpr double kMostFragments = 0.04;
 constexpr Bytes kProbeSize = 16_MiB;
 
 double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / seconds; }
@@ -78,8 +79,9 @@ void Session::Impl::measure() {
     if (measured) make_plan();  // the older measurement is better than none
     return;
   }
-  snapshot.hbm_budget =
-      Bytes(static_cast<std::uint64_t>(static_cast<double>(budgets.hbm.count()) * kPlannedShareOfHbm));
+  const PoolUsage usage = hbm->usage();
+  fragments = 0_B;
+  leave_to_fragments(saturating_sub(usage.mapped_peak, usage.live_peak));
   snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
   snapshot.ddr_cache_limit = budgets.swapcore_ddr;
   snapshot.h2d_bytes_per_second = h2d_rate;
@@ -91,7 +93,14 @@ void Session::Impl::measure() {
   make_plan();
 }
 
+void Session::Impl::leave_to_fragments(Bytes bytes) {
+  const double most = kMostFragments * static_cast<double>(budgets.hbm.count());
+  fragments = std::min(std::max(fragments, bytes), Bytes(static_cast<std::uint64_t>(most)));
+}
+
 void Session::Impl::make_plan() {
+  measured->hbm_budget = budgets.hbm - fragments;
+  missed_room = 0_B;
   for (SiteCost& site : measured->sites) site.rule = rule_for(site.site, RulePhase::kForward);
   plan = solve(*measured, policy);
   drift.solved_again();
@@ -138,9 +147,18 @@ void Session::Impl::learn_from_the_last_step() {
     drift.measured_again();
     plan.reset();
     profile = std::make_unique<StepProfile>(device, compute);
-  } else if (drift.often_late() && note_late_fetches()) {
+  } else if (const bool lacked = note_missed_room(); lacked || (drift.often_late() && note_late_fetches())) {
     make_plan();
   }
+}
+
+// Where the trainer found no room although the plan had left it, fragments are larger than was thought.
+bool Session::Impl::note_missed_room() {
+  if (missed_room == 0_B) return false;
+  const Bytes before = fragments;
+  leave_to_fragments(fragments + missed_room);
+  missed_room = 0_B;
+  return fragments > before;
 }
 
 // Lateness only ever grows, up to a limit: solving again comes to an end.

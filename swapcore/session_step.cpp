@@ -46,21 +46,35 @@ void Session::Impl::enter(StepProfile::Phase phase, int layer) {
   if (profile) profile->enter(phase, layer, hbm->take_watermark());
 }
 
-void Session::enter_forward(int layer, std::uint32_t) { impl_->enter(StepProfile::Phase::kForward, layer); }
+void Session::enter_forward(int layer, std::uint32_t micro_batch) {
+  impl_->enter(StepProfile::Phase::kForward, layer);
+  impl_->depart_planned(static_cast<std::size_t>(layer), micro_batch);
+}
 
 void Session::enter_head(std::uint32_t micro_batch) {
   impl_->enter(StepProfile::Phase::kHead, 0);
   impl_->step_events.ddr_peak =
       std::max(impl_->step_events.ddr_peak, impl_->store->ddr_bytes(EntryKey::What::kOutput));
-  impl_->restore_layer(static_cast<int>(impl_->layer_sites.size()) - 1, micro_batch);
-  impl_->restore_planned(0, micro_batch);
+  const std::size_t layers = impl_->layer_sites.size();
+  impl_->depart_planned(layers, micro_batch);
+  impl_->restore_layer(static_cast<int>(layers) - 1, micro_batch);
+  impl_->restore_planned(layers, micro_batch);
 }
 
 void Session::enter_backward(int layer, std::uint32_t micro_batch) {
   impl_->enter(StepProfile::Phase::kBackward, layer);
+  const std::size_t moment = 2 * impl_->layer_sites.size() - static_cast<std::size_t>(layer);
+  impl_->depart_planned(moment, micro_batch);
   impl_->restore_layer(layer - 1, micro_batch);
-  if (impl_->plan)
-    impl_->restore_planned(impl_->plan->restores.size() - 1 - static_cast<std::size_t>(layer), micro_batch);
+  impl_->restore_planned(moment, micro_batch);
+}
+
+// What has left by this moment, as planned, holds no HBM from here on. What the store refuses it settles when
+// the copy is seen to have ended.
+void Session::Impl::depart_planned(std::size_t moment, std::uint32_t micro_batch) {
+  if (!plan || moment >= plan->departures.size()) return;
+  for (const SiteId site : plan->departures[moment])
+    (void)store->depart(entry_of({site, micro_batch}, sites[site.index].layer));
 }
 
 // Starts bringing back what the layer will ask for and the plan does not time, in the order in which it will.
@@ -74,7 +88,7 @@ void Session::Impl::restore_layer(int layer, std::uint32_t micro_batch) {
   }
 }
 
-// The same for what the plan brings back from this moment on: the head is 0, the last layer's backward 1.
+// The same for what the plan brings back from this moment on.
 void Session::Impl::restore_planned(std::size_t moment, std::uint32_t micro_batch) {
   if (!plan || moment >= plan->restores.size()) return;
   for (const SiteId site : plan->restores[moment]) {
@@ -144,12 +158,14 @@ void Session::Impl::count_fetch(SiteId site, FetchOutcome outcome) {
 
 void Session::Impl::collect_waits() {
   for (const ResidencyStore::Wait& wait : store->collect_waits()) {
-    if (wait.key.what == EntryKey::What::kOutput) {
+    const bool spill = wait.direction == Direction::kD2H;
+    if (!spill && wait.key.what == EntryKey::What::kOutput) {
       count_fetch(SiteId{wait.key.index}, wait.late ? FetchOutcome::kLate : FetchOutcome::kHit);
     }
     if (!wait.late) continue;
     counters.stall_seconds += wait.seconds;
-    metrics().add<Metric::kStallSeconds>(StallReason::kRestoreLate, wait.seconds);
+    metrics().add<Metric::kStallSeconds>(spill ? StallReason::kSpillBackpressure : StallReason::kRestoreLate,
+                                         wait.seconds);
   }
 }
 

@@ -310,9 +310,15 @@ Plan solve(const Snapshot& snapshot, const Policy& policy) {
   if (policy.swapcore.mode != SwapMode::kOff) plan.placements = search(windows, policy.swapcore.mode);
   count(snapshot, plan);
   const Timeline& timeline = *windows.simulate(plan.placements);
-  plan.restores.resize(snapshot.layers.size() + 1);
-  for (const Timeline::Trip& trip : timeline.trips)
-    plan.restores[trip.trigger - snapshot.layers.size()].push_back(snapshot.sites[trip.site].site);
+  plan.departures.resize(timeline.hbm.size());
+  plan.restores.resize(timeline.hbm.size());
+  auto trips = timeline.trips;
+  for (const Timeline::Trip& trip : trips)
+    plan.restores[trip.trigger].push_back(snapshot.sites[trip.site].site);
+  std::stable_sort(trips.begin(), trips.end(),
+                   [](const auto& a, const auto& b) { return a.spill_start < b.spill_start; });
+  for (const Timeline::Trip& trip : trips)
+    plan.departures[trip.departure].push_back(snapshot.sites[trip.site].site);
   plan.prediction = predict(snapshot, timeline);
   return plan;
 }

@@ -58,9 +58,9 @@ struct Plan {
   Bytes hbm_bytes, ddr_bytes;                              // held at the end of forward
   double saved_seconds = 0;                                // of recomputation, per micro-batch
   double recompute_seconds = 0;                            // what is left of it
-  // What to bring back on entering the head (first) and each backward (the last layer's second, and so on),
-  // in order of use.
-  std::vector<std::vector<SiteId>> restores;
+  // By moment (those of Prediction), on entering it: what has left HBM by then, in the order in which it left;
+  // what to bring back, in order of use.
+  std::vector<std::vector<SiteId>> departures, restores;
   Prediction prediction;
 };
 

@@ -85,8 +85,10 @@ bool Windows::spill(const std::vector<Placement>& placements) {
       }
       free = end;
       while (moment < 2 * layers_ && now_.starts[moment + 1] < end) ++moment;
-      hold(l, std::max(moment, l) + 1, bytes);
-      now_.trips.push_back({.site = i, .bytes = bytes, .spill_start = start, .spill_end = end});
+      const std::size_t departure = std::max(moment, l) + 1;
+      hold(l, departure, bytes);
+      now_.trips.push_back(
+          {.site = i, .departure = departure, .bytes = bytes, .spill_start = start, .spill_end = end});
       now_.ddr += bytes;
     }
   }

@@ -14,7 +14,8 @@ namespace terrace {
 struct Timeline {
   struct Trip {
     std::size_t site = 0;     // as Snapshot::sites
-    std::size_t trigger = 0;  // the moment at whose start its restore is submitted
+    std::size_t departure = 0;  // the moment at whose start it holds no HBM any more
+    std::size_t trigger = 0;    // the moment at whose start its restore is submitted
     Bytes bytes;
     double spill_start = 0, spill_end = 0, restore_start = 0, restore_end = 0;
   };

@@ -43,7 +43,10 @@ class Schedule {
       return;
     }
     ASSERT_TRUE(tiers_.store->state(key).has_value()) << "an entry ends only by take or drop";
-    switch (random_() % 4) {
+    switch (random_() % 5) {
+      case 4:
+        (void)tiers_.store->depart(key);
+        break;
       case 0:
         if (tiers_.store->state(key) == Residency::kInHbm) (void)tiers_.store->spill(key);
         break;

@@ -50,6 +50,45 @@ TEST(Residency, ASpilledEntryFreesHbmAndReturnsTheSameBytes) {
   EXPECT_EQ(tiers.store->restored(), 3_MiB);
 }
 
+// 4 MiB at 20 MB/s: the host is through long before the copy is.
+TEST(Residency, WhatDepartsGivesItsHbmAwayBeforeTheHostHasSeenItLeave) {
+  Tiers tiers({.hbm = 6_MiB, .link_bytes_per_second = 20e6, .copies = {.chunk = 256_KiB, .window = 512_KiB}});
+  tiers.store->keep(key(0), tiers.filled(4_MiB, 42));
+  ASSERT_TRUE(tiers.store->spill(key(0)));
+  EXPECT_EQ(tiers.filled(4_MiB, 1), nullptr) << "no room while it is leaving";
+  ASSERT_TRUE(tiers.store->depart(key(0)));
+  EXPECT_EQ(tiers.store->state(key(0)), Residency::kInDdr);
+  EXPECT_EQ(tiers.store->hbm_bytes(), 0_B);
+  BlockRef other = tiers.filled(4_MiB, 1);
+  ASSERT_NE(other, nullptr);
+  EXPECT_TRUE(tiers.holds(other, 1));
+  other.reset();
+  auto taken = tiers.store->take(key(0));
+  ASSERT_TRUE(taken);
+  EXPECT_TRUE(tiers.holds(taken->block, 42)) << "nothing was written over it on its way";
+  const auto waits = tiers.store->collect_waits();
+  ASSERT_FALSE(waits.empty());
+  EXPECT_EQ(waits[0].direction, Direction::kD2H);
+  EXPECT_GT(waits[0].seconds, 0);
+}
+
+// Its host block is written until the copy has ended, whoever wants the bytes.
+TEST(Residency, WhatDepartedMayBeDroppedOnItsWay) {
+  for (const bool asked_back : {false, true}) {
+    Tiers tiers({.link_bytes_per_second = 20e6, .copies = {.chunk = 256_KiB, .window = 512_KiB}});
+    tiers.store->keep(key(0), tiers.filled(2_MiB, 42));
+    ASSERT_TRUE(tiers.store->spill(key(0)));
+    ASSERT_TRUE(tiers.store->depart(key(0)));
+    if (asked_back) {
+      ASSERT_TRUE(tiers.store->restore(key(0)));
+    }
+    tiers.store->drop(key(0));
+    EXPECT_EQ(tiers.ddr->usage().live, 2_MiB) << "the spill is still under way";
+    while (tiers.ddr->usage().live > 0_B) ASSERT_TRUE(tiers.store->wait_for_a_spill().ok());
+    EXPECT_EQ(tiers.hbm->usage().live, 0_B);
+  }
+}
+
 TEST(Residency, ARestoreDuringTheSpillKeepsTheBytesInPlace) {
   Tiers tiers({.link_bytes_per_second = 50e6});
   tiers.store->keep(key(0), tiers.filled(2_MiB, 9));

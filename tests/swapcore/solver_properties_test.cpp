@@ -74,18 +74,17 @@ class Player {
     seed_ = seed;
     const int layers = static_cast<int>(snapshot_.layers.size());
     for (int l = 0; l < layers; ++l) forward(l);
-    restore(0);
-    at_position(-1, snapshot_.head.forward_peak, now_, now_ + snapshot_.head.forward_seconds);
+    depart_and_restore(snapshot_.layers.size());
+    at_position(-1, snapshot_.head.forward_peak);
     now_ += snapshot_.head.forward_seconds;
     for (int l = layers; l-- > 0;) {
-      restore(static_cast<std::size_t>(layers - l));
+      depart_and_restore(static_cast<std::size_t>(2 * layers - l));
       backward(l);
     }
     return now_;
   }
 
  private:
-  enum class Where { kNowhere, kStays, kTravels, kReturns };
   template <typename Each>
   void of_layer(int layer, Each each) {
     for (std::size_t i = 0; i < snapshot_.sites.size(); ++i)
@@ -93,34 +92,42 @@ class Player {
   }
 
   void forward(int layer) {
-    const double begin = now_;
+    depart(static_cast<std::size_t>(layer));
     const double end = now_ + snapshot_.layers[static_cast<std::size_t>(layer)].forward_seconds;
     of_layer(layer, [&](std::size_t i, const SiteCost& site) {
       now_ = std::min(end, now_ + site.recompute_seconds);
       if (plan_.placements[i] == Placement::kHbm) {
         kept_ += site.bytes;
-        held_.push_back({i, Where::kStays});
+        held_.push_back({i});
       }
       if (plan_.placements[i] != Placement::kDdr) return;
       ddr_ += site.bytes;
       out_free_ = std::max(out_free_, now_) + static_cast<double>(site.bytes.count()) / out_rate();
       left_[i] = out_free_;
-      held_.push_back({i, Where::kTravels});
+      held_.push_back({i});
     });
     EXPECT_LE(kept_, snapshot_.hbm_cache_limit) << seed_;
     EXPECT_LE(ddr_, snapshot_.ddr_cache_limit) << seed_;
     now_ = end;
-    at_position(-1, snapshot_.layers[static_cast<std::size_t>(layer)].forward_peak, begin, end);
+    at_position(-1, snapshot_.layers[static_cast<std::size_t>(layer)].forward_peak);
   }
 
-  void restore(std::size_t moment) {
+  void depart(std::size_t moment) {
+    for (const SiteId id : plan_.departures[moment]) {
+      EXPECT_LE(left_[id.index], now_ + 1e-12) << seed_ << ": gives up its place before it has left";
+      EXPECT_EQ(std::erase_if(held_, [&](const Held& held) { return held.site == id.index; }), 1U) << seed_;
+    }
+  }
+
+  void depart_and_restore(std::size_t moment) {
+    depart(moment);
     for (const SiteId id : plan_.restores[moment]) {
       const SiteCost& site = snapshot_.sites[id.index];
       EXPECT_EQ(plan_.placements[id.index], Placement::kDdr) << seed_;
       EXPECT_LE(left_[id.index], now_ + 1e-12) << seed_ << ": asked back before it has left";
       in_free_ = std::max(in_free_, now_) + static_cast<double>(site.bytes.count()) / in_rate();
       back_[id.index] = in_free_;
-      held_.push_back({id.index, Where::kReturns});
+      held_.push_back({id.index});
     }
   }
 
@@ -144,16 +151,14 @@ class Player {
       if (plan_.placements[i] == Placement::kRecompute) waited -= site.recompute_seconds;
     });
     now_ = begin + waited + std::max(0.0, position.backward_seconds - saved);
-    at_position(layer, position.backward_peak, begin, now_);
+    at_position(layer, position.backward_peak);
     std::erase_if(held_, [&](const Held& held) { return snapshot_.sites[held.site].layer == layer; });
   }
 
   // What entries held at any time between the two, and those of the layer itself in place of recomputed ones.
-  void at_position(int own, Bytes base, double begin, double end) {
-    (void)end;
+  void at_position(int own, Bytes base) {
     Bytes held;
     for (const Held& entry : held_) {
-      if (entry.where == Where::kTravels && left_[entry.site] <= begin) continue;
       if (snapshot_.sites[entry.site].layer == own) continue;
       held += snapshot_.sites[entry.site].bytes;
     }
@@ -172,7 +177,6 @@ class Player {
 
   struct Held {
     std::size_t site;
-    Where where;
   };
   const Snapshot& snapshot_;
   const Plan& plan_;
