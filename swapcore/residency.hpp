@@ -110,8 +110,8 @@ class ResidencyStore {
   struct Wait {
     EntryKey key;
     Direction direction = Direction::kH2D;  // kH2D: a restore was waited for; kD2H: a spill
-    bool late = false;   // the compute stream really waited
-    double seconds = 0;  // how long
+    bool late = false;                      // the compute stream really waited
+    double seconds = 0;                     // how long
   };
   // Those known since the last call; the rest follows in a later one.
   [[nodiscard]] std::vector<Wait> collect_waits();
@@ -123,10 +123,11 @@ class ResidencyStore {
   struct Entry {
     Residency state = Residency::kInHbm;
     Bytes size;
-    BlockRef hbm;                // in_hbm, leaving, arriving
-    std::optional<Block> ddr;    // leaving, in_ddr, arriving
-    CopyEngine::Ticket copy;     // leaving, arriving
-    CopyEngine::Ticket left;     // in_ddr, arriving: a spill that depart() ordered, until it is seen to have ended
+    BlockRef hbm;              // in_hbm, leaving, arriving
+    std::optional<Block> ddr;  // leaving, in_ddr, arriving
+    CopyEngine::Ticket copy;   // leaving, arriving
+    CopyEngine::Ticket
+        left;  // in_ddr, arriving: a spill that depart() ordered, until it is seen to have ended
     Verifier::CheckRef check{};  // in_ddr, arriving; null: not looked at
     bool damaged = false;        // in_hbm: came back with another checksum
   };

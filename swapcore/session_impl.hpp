@@ -54,7 +54,7 @@ struct Session::Impl {
     double stalled_before = 0;  // counters.stall_seconds when it began
     Bytes hbm_peak, ddr_peak;
   } step_events;
-  std::vector<int> late_fetches;  // by site, since the plan was made
+  std::vector<int> late_fetches, late_departures;  // by site, since the plan was made
   DriftWatch drift;
   SessionCounters counters;
 
@@ -94,7 +94,7 @@ struct Session::Impl {
   void end_timing();
   [[nodiscard]] std::optional<Prediction::Measured> timed_step();
   void learn_from_the_last_step();
-  [[nodiscard]] bool note_late_fetches();
+  [[nodiscard]] bool note_late_trips();
   void forget_timing();
   [[nodiscard]] bool rules_change() const;
   void count_fetch(SiteId site, FetchOutcome outcome);

@@ -87,8 +87,10 @@ void Session::Impl::measure() {
   snapshot.h2d_bytes_per_second = h2d_rate;
   snapshot.d2h_bytes_per_second = d2h_rate;
   snapshot.both_bytes_per_second = two_way_rate;
-  for (std::size_t i = 0; measured && i < measured->sites.size() && i < snapshot.sites.size(); ++i)
+  for (std::size_t i = 0; measured && i < measured->sites.size() && i < snapshot.sites.size(); ++i) {
     snapshot.sites[i].lateness = measured->sites[i].lateness;
+    snapshot.sites[i].delay = measured->sites[i].delay;
+  }
   measured = std::move(snapshot);
   make_plan();
 }
@@ -105,6 +107,7 @@ void Session::Impl::make_plan() {
   plan = solve(*measured, policy);
   drift.solved_again();
   late_fetches.assign(sites.size(), 0);
+  late_departures.assign(sites.size(), 0);
 }
 
 void Session::Impl::begin_timing() {
@@ -147,7 +150,7 @@ void Session::Impl::learn_from_the_last_step() {
     drift.measured_again();
     plan.reset();
     profile = std::make_unique<StepProfile>(device, compute);
-  } else if (const bool lacked = note_missed_room(); lacked || (drift.often_late() && note_late_fetches())) {
+  } else if (const bool lacked = note_missed_room(); lacked || (drift.often_late() && note_late_trips())) {
     make_plan();
   }
 }
@@ -162,15 +165,18 @@ bool Session::Impl::note_missed_room() {
 }
 
 // Lateness only ever grows, up to a limit: solving again comes to an end.
-bool Session::Impl::note_late_fetches() {
+bool Session::Impl::note_late_trips() {
   bool any = false;
-  for (SiteCost& site : measured->sites) {
-    int& late = late_fetches[site.site.index];
-    if (late > 0 && site.lateness <= kMostLead) {
-      ++site.lateness;
+  const auto note = [&any](int& late, int& noted) {
+    if (late > 0 && noted <= kMostLead) {
+      ++noted;
       any = true;
     }
     late = 0;
+  };
+  for (SiteCost& site : measured->sites) {
+    note(late_fetches[site.site.index], site.lateness);
+    note(late_departures[site.site.index], site.delay);
   }
   return any;
 }

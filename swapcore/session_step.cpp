@@ -163,6 +163,7 @@ void Session::Impl::collect_waits() {
       count_fetch(SiteId{wait.key.index}, wait.late ? FetchOutcome::kLate : FetchOutcome::kHit);
     }
     if (!wait.late) continue;
+    if (spill && wait.key.index < late_departures.size()) ++late_departures[wait.key.index];
     counters.stall_seconds += wait.seconds;
     metrics().add<Metric::kStallSeconds>(spill ? StallReason::kSpillBackpressure : StallReason::kRestoreLate,
                                          wait.seconds);

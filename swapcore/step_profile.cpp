@@ -25,7 +25,9 @@ void StepProfile::enter(Phase phase, int layer, Bytes peak) {
   marks_.push_back({phase, layer, *event, {}});
 }
 
-void StepProfile::add_run(SiteId site, Event start, Event end) { runs_.push_back({site, start, end}); }
+void StepProfile::add_run(SiteId site, Event start, Event end) {
+  runs_.push_back({site, start, end, marks_.empty() ? 0 : marks_.size() - 1});
+}
 
 void StepProfile::add_output(SiteId site, Bytes size) { outputs_.push_back({site, size}); }
 
@@ -61,13 +63,25 @@ void StepProfile::add_positions(Snapshot& snapshot) const {
   }
 }
 
+// When the output was there, since its layer's forward began; nothing for a run of another position.
+std::optional<double> StepProfile::ready_seconds(const Run& run, const SiteSpec& site) const {
+  if (run.mark >= marks_.size()) return std::nullopt;
+  const Mark& mark = marks_[run.mark];
+  if (mark.phase != Phase::kForward || mark.layer != site.layer) return std::nullopt;
+  const auto seconds = device_.seconds_between(mark.event, run.end);
+  return seconds ? std::optional<double>(*seconds) : std::nullopt;
+}
+
 void StepProfile::add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sites) const {
   struct Cost {
     double seconds = 0;
     std::uint64_t runs = 0;
   };
   std::map<std::string, Cost> by_group;
+  std::vector<double> ready(sites.size());
   for (const Run& run : runs_) {
+    if (const auto at = ready_seconds(run, sites[run.site.index]))
+      ready[run.site.index] = std::max(ready[run.site.index], *at);
     const auto seconds = device_.seconds_between(run.start, run.end);
     if (!seconds) continue;
     Cost& cost = by_group[sites[run.site.index].group];
@@ -80,7 +94,11 @@ void StepProfile::add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sit
   for (std::uint32_t i = 0; i < sites.size(); ++i) {
     const Cost& cost = by_group[sites[i].group];
     const double seconds = cost.runs == 0 ? 0.0 : cost.seconds / static_cast<double>(cost.runs);
-    snapshot.sites.push_back({SiteId{i}, sites[i].layer, sizes[i], seconds, RuleAction::kAuto});
+    snapshot.sites.push_back({.site = SiteId{i},
+                              .layer = sites[i].layer,
+                              .bytes = sizes[i],
+                              .recompute_seconds = seconds,
+                              .ready_seconds = ready[i]});
   }
 }
 
@@ -102,8 +120,8 @@ void StepProfile::share_untimed(Snapshot& snapshot) {
   for (SiteCost& site : snapshot.sites) {
     if (!in_a_layer(site) || site.recompute_seconds != 0 || site.bytes == 0_B) continue;
     const auto layer = static_cast<std::size_t>(site.layer);
-    site.recompute_seconds = left[layer] * static_cast<double>(site.bytes.count()) /
-                             static_cast<double>(untimed[layer].count());
+    site.recompute_seconds =
+        left[layer] * static_cast<double>(site.bytes.count()) / static_cast<double>(untimed[layer].count());
   }
 }
 

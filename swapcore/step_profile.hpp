@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "runtime/device.hpp"
@@ -44,6 +45,7 @@ class StepProfile {
   struct Run {
     SiteId site;
     Event start, end;
+    std::size_t mark;  // in whose position it ran; none: marks_ was empty
   };
   struct Output {
     SiteId site;
@@ -51,6 +53,7 @@ class StepProfile {
   };
   void add_positions(Snapshot& snapshot) const;
   void add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sites) const;
+  [[nodiscard]] std::optional<double> ready_seconds(const Run& run, const SiteSpec& site) const;
   static void share_untimed(Snapshot& snapshot);
 
   Device& device_;

@@ -84,7 +84,8 @@ nlohmann::ordered_json json_of(const Snapshot& snapshot, const Session& session)
     sites.push_back({{"layer", site.layer},
                      {"group", session.site(site.site).group},
                      {"bytes", site.bytes.count()},
-                     {"recompute_seconds", site.recompute_seconds}});
+                     {"recompute_seconds", site.recompute_seconds},
+                     {"ready_seconds", site.ready_seconds}});
   }
   return json;
 }

@@ -30,7 +30,8 @@ bool may_use(const SiteCost& site, Placement placement, SwapMode mode) {
       return placement == Placement::kRecompute;
     case RuleAction::kAuto:
       return placement == Placement::kRecompute ||
-             (mode == SwapMode::kAuto && (placement == Placement::kHbm || site.lateness <= kMostLead));
+             (mode == SwapMode::kAuto &&
+              (placement == Placement::kHbm || std::max(site.lateness, site.delay) <= kMostLead));
   }
   return false;
 }

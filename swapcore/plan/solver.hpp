@@ -24,8 +24,10 @@ struct SiteCost {
   Bytes bytes;                   // of its output; zero: never offered, never cached
   double recompute_seconds = 0;  // measured
   RuleAction rule = RuleAction::kAuto;
-  // How often its restore came late. Each time it starts a position earlier; past kMostLead it stays at home.
-  int lateness = 0;
+  // How often its restore came late, and how often it had not left when it was to be gone. Each time the one
+  // starts and the other is due a position earlier or later; past kMostLead it stays at home.
+  int lateness = 0, delay = 0;
+  double ready_seconds = 0;  // measured: when it is there, since its layer's forward began; zero: not known
 };
 inline constexpr int kMostLead = 3;
 
@@ -58,8 +60,8 @@ struct Plan {
   Bytes hbm_bytes, ddr_bytes;                              // held at the end of forward
   double saved_seconds = 0;                                // of recomputation, per micro-batch
   double recompute_seconds = 0;                            // what is left of it
-  // By moment (those of Prediction), on entering it: what has left HBM by then, in the order in which it left;
-  // what to bring back, in order of use.
+  // By moment (those of Prediction), on entering it: what has left HBM by then, in the order in which it
+  // left; what to bring back, in order of use.
   std::vector<std::vector<SiteId>> departures, restores;
   Prediction prediction;
 };

@@ -29,11 +29,12 @@ Windows::Windows(const Snapshot& snapshot)
     const auto layer = static_cast<std::size_t>(snapshot.sites[i].layer);
     if (layer < layers_) by_layer_[layer].push_back(i);
   }
-  // An operator takes as long in forward as when it runs again.
+  // Where it was not measured: an operator takes as long in forward as when it runs again.
   for (std::size_t l = 0; l < layers_; ++l) {
     double done = 0;
     for (const std::size_t i : by_layer_[l]) {
-      done += snapshot.sites[i].recompute_seconds;
+      const SiteCost& site = snapshot.sites[i];
+      done = site.ready_seconds > 0 ? std::max(done, site.ready_seconds) : done + site.recompute_seconds;
       ready_[i] = std::min(done, snapshot.layers[l].forward_seconds);
     }
   }
@@ -85,7 +86,8 @@ bool Windows::spill(const std::vector<Placement>& placements) {
       }
       free = end;
       while (moment < 2 * layers_ && now_.starts[moment + 1] < end) ++moment;
-      const std::size_t departure = std::max(moment, l) + 1;
+      const auto delay = static_cast<std::size_t>(std::clamp(snapshot_.sites[i].delay, 0, kMostLead));
+      const std::size_t departure = std::min(std::max(moment, l) + 1 + delay, 2 * layers_ + 1);
       hold(l, departure, bytes);
       now_.trips.push_back(
           {.site = i, .departure = departure, .bytes = bytes, .spill_start = start, .spill_end = end});
@@ -121,7 +123,7 @@ bool Windows::choose_triggers() {
     const auto lead = static_cast<std::size_t>(std::clamp(site.lateness, 0, kMostLead));
     moment = std::max(layers_, moment - std::min(moment, lead));
     trip.trigger = moment;
-    if (trip.spill_end > now_.starts[moment]) return false;
+    if (trip.departure > moment) return false;
     hold(moment, own, trip.bytes);
   }
   return true;

@@ -13,7 +13,7 @@ namespace terrace {
 // Times are seconds since the micro-batch began; moments are those of Prediction.
 struct Timeline {
   struct Trip {
-    std::size_t site = 0;     // as Snapshot::sites
+    std::size_t site = 0;       // as Snapshot::sites
     std::size_t departure = 0;  // the moment at whose start it holds no HBM any more
     std::size_t trigger = 0;    // the moment at whose start its restore is submitted
     Bytes bytes;

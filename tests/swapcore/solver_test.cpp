@@ -104,6 +104,25 @@ TEST(Solver, ARestoreThatCameLateStartsEarlierAndThenStaysAtHome) {
   EXPECT_EQ(moment_of_first(), -1);
 }
 
+TEST(Solver, ASpillThatWasNotGoneInTimeIsDueLaterAndThenStaysAtHome) {
+  Snapshot snapshot = make_snapshot(8, 1);
+  snapshot.hbm_cache_limit = 0_B;
+  snapshot.d2h_bytes_per_second = snapshot.h2d_bytes_per_second = 1e10;
+  const auto departure_of_first = [&] {
+    const Plan plan = solve(snapshot, Policy{});
+    for (std::size_t moment = 0; moment < plan.departures.size(); ++moment) {
+      for (const SiteId site : plan.departures[moment])
+        if (site.index == 0) return static_cast<int>(moment);
+    }
+    return -1;
+  };
+  EXPECT_EQ(departure_of_first(), 1);
+  snapshot.sites[0].delay = 2;
+  EXPECT_EQ(departure_of_first(), 3);
+  snapshot.sites[0].delay = kMostLead + 1;
+  EXPECT_EQ(departure_of_first(), -1);
+}
+
 TEST(Solver, DegenerateInputsGiveAPlan) {
   const auto plan_of = [](auto change) {
     Snapshot snapshot = make_snapshot(3, 2);

@@ -64,6 +64,34 @@ TEST(StepProfile, SitesOfAGroupShareTheirMeanCost) {
   EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0);
 }
 
+// 1 MiB at 100 MB/s before the site runs: its output is there after those 10 ms, however short it runs
+// itself.
+TEST(StepProfile, AnOutputIsReadyWhenItsRunInForwardEnds) {
+  Tiers tiers({.link_bytes_per_second = 100e6});
+  const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"}};
+  StepProfile profile(*tiers.device, tiers.compute);
+  const BlockRef block = tiers.filled(1_MiB, 1);
+  const auto run_behind_a_copy = [&] {
+    EXPECT_TRUE(tiers.device->copy(tiers.compute, Direction::kH2D, block->address, block->address, 1_MiB));
+    const Event start = *tiers.device->create_event();
+    EXPECT_TRUE(tiers.device->record(tiers.compute, start));
+    const Event end = *tiers.device->create_event();
+    EXPECT_TRUE(tiers.device->record(tiers.compute, end));
+    profile.add_run(SiteId{0}, start, end);
+  };
+  profile.enter(Phase::kForward, 0, 0_B);
+  run_behind_a_copy();
+  profile.enter(Phase::kHead, 0, 0_B);
+  profile.enter(Phase::kBackward, 0, 0_B);
+  run_behind_a_copy();
+  run_behind_a_copy();  // of no account
+  profile.enter(Phase::kEnd, 0, 0_B);
+  ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+  const Snapshot snapshot = profile.summarize(sites);
+  EXPECT_GT(snapshot.sites[0].ready_seconds, 0.009);
+  EXPECT_LE(snapshot.sites[0].ready_seconds, snapshot.layers[0].forward_seconds);
+}
+
 TEST(StepProfile, SitesThatNobodyTimesShareTheirLayersForward) {
   Tiers tiers({.link_bytes_per_second = 100e6});
   const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"},

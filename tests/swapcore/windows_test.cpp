@@ -64,6 +64,15 @@ TEST(Windows, ATripHoldsHbmUntilItsSpillEndsAndFromItsTriggerOn) {
   EXPECT_EQ(prediction.hbm_peak, 276_B);
 }
 
+TEST(Windows, ASpillStartsWhenItsOutputWasSeenReady) {
+  Snapshot snapshot = three_layers();
+  snapshot.sites[0].ready_seconds = 7;
+  Windows windows(snapshot);
+  const Timeline* timeline = windows.simulate({kGoes, kAgain, kAgain});
+  ASSERT_NE(timeline, nullptr);
+  EXPECT_DOUBLE_EQ(timeline->trips[0].spill_start, 7);
+}
+
 // The last layer's output is ready at 24 and gone at 32, after the head began; asked for at 40.
 TEST(Windows, AnOutputAskedBackBeforeItHasLeftIsRefused) {
   Snapshot snapshot = three_layers();
