@@ -13,13 +13,12 @@ Result<Reservation> Reservation::make(Device& device, Bytes size) {
   return Reservation(device, *base, size);
 }
 
-ChunkRange::ChunkRange(Device& device, Reservation& reservation, const Place& place)
+ChunkRange::ChunkRange(Device& device, Reservation& reservation, const Place& place, const ChunkSize& chunk)
     : device_(&device),
       reservation_(&reservation),
       base_(reservation.base() + place.offset),
       size_(place.size),
-      chunk_(place.chunk),
-      chunks_(place.size / place.chunk) {}
+      chunk_(chunk) {}
 
 ChunkRange::ChunkRange(ChunkRange&& other) noexcept
     : device_(other.device_),
@@ -31,80 +30,89 @@ ChunkRange::ChunkRange(ChunkRange&& other) noexcept
       free_(std::move(other.free_)) {}
 
 ChunkRange::~ChunkRange() {
-  for (std::size_t i = 0; i < chunks_.size(); ++i) {
-    if (!chunks_[i]) continue;
-    const Address at = base_ + i * chunk_.count();
+  for (const auto& [offset, chunk] : chunks_) {
+    const Address at = base_ + offset;
     // A call that fails may succeed when asked again; twice, and the device is lost with all its memory.
-    if (device_->unmap(at, chunk_) || device_->unmap(at, chunk_)) {
-      device_->destroy_physical(*chunks_[i]);
+    if (device_->unmap(at, chunk.size) || device_->unmap(at, chunk.size)) {
+      device_->destroy_physical(chunk.physical);
     } else {
       reservation_->abandon();
     }
   }
 }
 
-std::size_t ChunkRange::unmapped_run(std::size_t first, std::size_t wanted) const {
-  std::size_t run = 0;
-  while (run < wanted && first + run < chunks_.size() && !chunks_[first + run]) ++run;
-  return run;
+Bytes ChunkRange::unmapped_from(std::uint64_t offset) const {
+  const auto next = chunks_.lower_bound(offset);
+  if (next != chunks_.begin()) {
+    const auto& [before, chunk] = *std::prev(next);
+    if (before + chunk.size.count() > offset) return 0_B;
+  }
+  return Bytes((next == chunks_.end() ? size_.count() : next->first) - offset);
 }
 
 std::optional<ChunkRange::Growth> ChunkRange::plan_growth(Bytes size) const {
   std::optional<Growth> best;
-  const auto consider = [&](std::uint64_t offset, std::size_t first, Bytes missing) {
-    const std::size_t wanted = round_up(missing, chunk_) / chunk_;
-    if (best && best->chunks <= wanted) return;
-    if (unmapped_run(first, wanted) == wanted) best = Growth{offset, first, wanted};
+  const auto consider = [&](std::uint64_t offset, std::uint64_t first, Bytes lacking) {
+    const Bytes missing = round_up(lacking, chunk_.least);
+    if (best && best->missing <= missing) return;
+    const Bytes room = missing + (chunk_.most - chunk_.least);
+    if (unmapped_from(first) >= room) best = Growth{offset, first, missing, room};
   };
-  for (const auto& [offset, extent] : free_.by_offset()) {
-    if (extent.end() % chunk_.count() == 0)
-      consider(offset, extent.end() / chunk_.count(), size - extent.size);
-  }
-  for (std::size_t i = 0; i < chunks_.size() && !best; ++i) {
-    if (!chunks_[i]) consider(i * chunk_.count(), i, size);
+  for (const auto& [offset, extent] : free_.by_offset()) consider(offset, extent.end(), size - extent.size);
+  std::uint64_t gap = 0;
+  for (auto next = chunks_.begin(); !best; ++next) {
+    consider(gap, gap, size);
+    if (next == chunks_.end()) break;
+    gap = next->first + next->second.size.count();
   }
   return best;
 }
 
-Status ChunkRange::map_chunks(std::size_t first, std::span<const Physical> pieces) {
-  const std::uint64_t offset = first * chunk_.count();
-  if (auto mapped = device_->map_all(base_ + offset, pieces, chunk_); !mapped) return mapped;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    TERRACE_CHECK(!chunks_[first + i], "a chunk is mapped once");
-    chunks_[first + i] = pieces[i];
+Status ChunkRange::map_chunks(std::uint64_t first, std::span<const PhysicalPiece> chunks) {
+  const Bytes whole = whole_size(chunks);
+  TERRACE_CHECK(unmapped_from(first) >= whole, "a chunk is mapped where none is");
+  if (auto mapped = device_->map_all(base_ + first, chunks); !mapped) return mapped;
+  free_.insert({first, whole, 0});
+  for (const PhysicalPiece& chunk : chunks) {
+    chunks_.emplace(first, chunk);
+    first += chunk.size.count();
   }
-  free_.insert({offset, chunk_ * pieces.size(), 0});
   return {};
 }
 
-ChunkRange::Chunks ChunkRange::whole_chunks(const Extent& extent, const Growth* avoid) const {
+ChunkRange::Span ChunkRange::whole_chunks(const Extent& extent, const Growth* avoid) const {
   if (avoid != nullptr && extent.offset <= avoid->offset && avoid->offset < extent.end()) return {};
-  const std::size_t first = round_up(Bytes(extent.offset), chunk_) / chunk_;
-  const std::size_t end = round_down(Bytes(extent.end()), chunk_) / chunk_;
-  return first < end ? Chunks{first, end} : Chunks{};
+  // Whatever is free is mapped: a chunk holds the extent's last byte.
+  const auto first = chunks_.lower_bound(extent.offset);
+  const auto last = std::prev(chunks_.upper_bound(extent.end() - 1));
+  const std::uint64_t last_end = last->first + last->second.size.count();
+  const std::uint64_t end = last_end == extent.end() ? last_end : last->first;
+  return first != chunks_.end() && first->first < end ? Span{first->first, end} : Span{};
 }
 
-std::size_t ChunkRange::free_chunks(const Growth* avoid) const {
-  std::size_t count = 0;
+Bytes ChunkRange::free_chunk_bytes(const Growth* avoid) const {
+  Bytes sum;
   for (const auto& [offset, extent] : free_.by_offset()) {
-    const Chunks whole = whole_chunks(extent, avoid);
-    count += whole.end - whole.first;
+    const Span whole = whole_chunks(extent, avoid);
+    sum += Bytes(whole.end - whole.first);
   }
-  return count;
+  return sum;
 }
 
-const Extent& ChunkRange::extent_of(std::size_t index) const {
-  auto it = free_.by_offset().upper_bound(index * chunk_.count());
+const Extent& ChunkRange::extent_of(std::uint64_t chunk) const {
+  auto it = free_.by_offset().upper_bound(chunk);
   TERRACE_CHECK(it != free_.by_offset().begin(), "the chunk is free");
   return std::prev(it)->second;
 }
 
-Result<Physical> ChunkRange::unmap_chunk(std::size_t index) {
-  TERRACE_CHECK(chunks_[index].has_value(), "the chunk is mapped");
-  const std::uint64_t offset = index * chunk_.count();
-  if (auto unmapped = device_->unmap(base_ + offset, chunk_); !unmapped) return unmapped.error();
-  free_.take(offset, chunk_);
-  return *std::exchange(chunks_[index], std::nullopt);
+Result<PhysicalPiece> ChunkRange::unmap_chunk(std::uint64_t chunk) {
+  const auto mapped = chunks_.find(chunk);
+  TERRACE_CHECK(mapped != chunks_.end(), "the chunk is mapped");
+  const PhysicalPiece piece = mapped->second;
+  if (auto unmapped = device_->unmap(base_ + chunk, piece.size); !unmapped) return unmapped.error();
+  free_.take(chunk, piece.size);
+  chunks_.erase(mapped);
+  return piece;
 }
 
 bool ChunkRange::holds(const std::byte* address) const {
@@ -115,13 +123,10 @@ std::uint64_t ChunkRange::offset_of(const std::byte* address) const {
   return static_cast<std::uint64_t>(address - base_);
 }
 
-Bytes ChunkRange::largest_with(std::size_t chunks) const {
-  Bytes best = free_.largest();
-  const Bytes more = chunk_ * chunks;
-  best = std::max(best, std::min(more, size_));
+Bytes ChunkRange::largest_with(Bytes more) const {
+  Bytes best = std::max(free_.largest(), std::min(more, size_));
   for (const auto& [offset, extent] : free_.by_offset()) {
-    if (extent.end() % chunk_.count() != 0) continue;
-    best = std::max(best, extent.size + chunk_ * unmapped_run(extent.end() / chunk_.count(), chunks));
+    best = std::max(best, extent.size + std::min(more, unmapped_from(extent.end())));
   }
   return best;
 }

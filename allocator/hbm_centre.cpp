@@ -11,9 +11,13 @@ namespace terrace {
 namespace {
 
 // Addresses are free. Large blocks have room to grow past fragmented parts; small ones fill any chunk.
-constexpr std::array<std::uint64_t, HbmCentre::kRangeCount> kRangesPerDevice = {1, 4, 1, 4};
+constexpr std::array<std::uint64_t, HbmCentre::kRangeCount> kRangesPerDevice = {2, 4, 2, 4};
 
-constexpr std::uint64_t kSlackShare = 64;
+// Of the most that was live: what is mapped above it before free chunks move; the largest chunk; the step in
+// which the last chunk of a growth is measured. docs/design/0003-chunk-size.md has the figures.
+constexpr std::uint64_t kSlackShare = 128;
+constexpr std::uint64_t kChunkShare = 256;
+constexpr std::uint64_t kStepShare = 1024;
 
 // What idle streams take to pass fences that were just recorded, with room to spare.
 constexpr Nanoseconds kPatience{50'000};
@@ -40,8 +44,8 @@ Result<std::unique_ptr<HbmCentre>> HbmCentre::create(Device& device, Options opt
       new HbmCentre(device, options, std::move(reservation).value(), std::move(table).value()));
   std::uint64_t offset = 0;
   for (const std::uint64_t share : kRangesPerDevice) {
-    centre->ranges_.emplace_back(device, centre->reservation_,
-                                 ChunkRange::Place{offset, whole * share, options.chunk});
+    centre->ranges_.emplace_back(device, centre->reservation_, ChunkRange::Place{offset, whole * share},
+                                 ChunkRange::ChunkSize{centre->granularity_, options.chunk});
     offset += (whole * share).count();
   }
   return centre;
@@ -49,6 +53,7 @@ Result<std::unique_ptr<HbmCentre>> HbmCentre::create(Device& device, Options opt
 
 HbmCentre::HbmCentre(Device& device, Options options, Reservation reservation, BlockTable table)
     : device_(device),
+      granularity_(device.info().granularity),
       chunk_(options.chunk),
       budget_(options.budget),
       reservation_(std::move(reservation)),
@@ -128,44 +133,44 @@ void HbmCentre::set_mapped(Bytes mapped) {
 }
 
 // One that no work uses any more, as far as shows before `patience_ends`.
-std::optional<Result<Physical>> HbmCentre::move_quiet_chunk(const Growing& growing,
-                                                            Nanoseconds patience_ends) {
+std::optional<Result<PhysicalPiece>> HbmCentre::move_quiet_chunk(const Growing& growing,
+                                                                 Nanoseconds patience_ends) {
   for (ChunkRange& range : ranges_) {
     const auto* growth = &range == growing.range ? growing.growth : nullptr;
-    const auto index = range.free_chunk(growth, [&](const Extent& extent) {
+    const auto chunk = range.free_chunk(growth, [&](const Extent& extent) {
       return order_.is_over({extent.pending, extent.sequence}, patience_ends);
     });
-    if (index) return take_out(range, *index);
+    if (chunk) return take_out(range, *chunk);
   }
   return std::nullopt;
 }
 
 // Any one that is free; its last use is waited for, if all are in use yet.
-Result<Physical> HbmCentre::reclaim_chunk(const Growing& growing) {
+Result<PhysicalPiece> HbmCentre::reclaim_chunk(const Growing& growing) {
   const Nanoseconds began = steady_clock().now();
   if (auto quiet = move_quiet_chunk(growing, began); quiet && quiet->ok()) return std::move(*quiet);
   Error failure{.code = Errc::kNotFound, .text = "no chunk is free"};
   for (ChunkRange& range : ranges_) {
     const auto* growth = &range == growing.range ? growing.growth : nullptr;
-    const auto index = range.free_chunk(growth, [](const Extent&) { return true; });
-    if (!index) continue;
-    const Extent& extent = range.extent_of(*index);
+    const auto chunk = range.free_chunk(growth, [](const Extent&) { return true; });
+    if (!chunk) continue;
+    const Extent& extent = range.extent_of(*chunk);
     Status done = order_.finish({extent.pending, extent.sequence});
     metrics().add<Metric::kStallSeconds>(StallReason::kBudget, steady_clock().now() - began);
     if (done) {
-      auto physical = take_out(range, *index);
-      if (physical) return physical;
-      done = physical.error();
+      auto taken = take_out(range, *chunk);
+      if (taken) return taken;
+      done = taken.error();
     }
     if (failure.code == Errc::kNotFound) failure = done.error();
   }
   return failure;
 }
 
-Result<Physical> HbmCentre::take_out(ChunkRange& range, std::size_t index) {
-  auto physical = range.unmap_chunk(index);
-  if (physical) table_.clear(range.address_of(index * chunk_.count()), chunk_);
-  return physical;
+Result<PhysicalPiece> HbmCentre::take_out(ChunkRange& range, std::uint64_t chunk) {
+  auto taken = range.unmap_chunk(chunk);
+  if (taken) table_.clear(range.address_of(chunk), taken->size);
+  return taken;
 }
 
 // Up to here another chunk is mapped without looking for a free one to move: a little above the most that was
@@ -174,36 +179,59 @@ Bytes HbmCentre::worth_mapping() const {
   return std::min(budget_, wanted_peak_ + wanted_peak_ / kSlackShare);
 }
 
-// Chunks that a growth could gather without exceeding the budget.
-std::size_t HbmCentre::obtainable(const Growing& growing) const {
-  std::size_t chunks = saturating_sub(budget_, mapped_) / chunk_;
+// What a growth could gather without exceeding the budget.
+Bytes HbmCentre::obtainable(const Growing& growing) const {
+  Bytes sum = mappable();
   for (const ChunkRange& range : ranges_)
-    chunks += range.free_chunks(&range == growing.range ? growing.growth : nullptr);
-  return chunks;
+    sum += range.free_chunk_bytes(&range == growing.range ? growing.growth : nullptr);
+  return sum;
 }
 
-Result<Physical> HbmCentre::obtain_chunk(const Growing& growing, Search& search) {
-  if (mapped_ + chunk_ > worth_mapping() && search.may_find_quiet) {
+// What is missing, in measures that grow with what the pool holds: the ends of its ranges take no visible
+// part of it, and it is not made of more chunks than a driver maps in a moment.
+Bytes HbmCentre::chunk_for(Bytes missing) const {
+  const auto share = [&](std::uint64_t divisor) {
+    return std::max(granularity_, round_down(wanted_peak_ / divisor, granularity_));
+  };
+  return std::min({chunk_, share(kChunkShare), round_up(missing, share(kStepShare))});
+}
+
+Result<PhysicalPiece> HbmCentre::create_chunk(Bytes size) {
+  auto physical = device_.create_physical(size);
+  if (!physical) return physical.error();
+  set_mapped(mapped_ + size);
+  return PhysicalPiece{*physical, size};
+}
+
+void HbmCentre::destroy_chunk(const PhysicalPiece& chunk) {
+  device_.destroy_physical(chunk.physical);
+  mapped_ -= chunk.size;
+}
+
+Result<PhysicalPiece> HbmCentre::obtain_chunk(const Growing& growing, Bytes missing, Search& search) {
+  const Bytes size = chunk_for(missing);
+  if (mapped_ + size > worth_mapping() && search.may_find_quiet) {
     // Free memory elsewhere in the pool moves under the range that needs it.
-    auto moved = move_quiet_chunk(growing, search.patience_ends);
+    if (!search.patience_ends) search.patience_ends = steady_clock().now() + kPatience;
+    auto moved = move_quiet_chunk(growing, *search.patience_ends);
     if (moved && moved->ok()) return std::move(*moved);
     search.may_find_quiet = false;
   }
-  if (mapped_ + chunk_ > budget_) return reclaim_chunk(growing);
-  auto created = device_.create_physical(chunk_);
-  if (created) set_mapped(mapped_ + chunk_);
+  if (mappable() == 0_B) return reclaim_chunk(growing);
+  auto created = create_chunk(std::min(size, mappable()));
   if (created || created.error().code != Errc::kOutOfMemory) return created;
   // Others hold the device's memory: what the pool has must do.
   if (auto moved = reclaim_chunk(growing)) return moved;
   return created;
 }
 
-// Makes the table's words for the chunks of a growth writable.
+// Makes the table's words for whatever a growth may map writable.
 Status HbmCentre::open_words(const ChunkRange& range, const ChunkRange::Growth& growth) {
-  for (std::size_t i = 0; i < growth.chunks; ++i) {
-    const Address at = range.address_of((growth.first_chunk + i) * chunk_.count());
-    const std::size_t place = table_.offset_of(at) / chunk_.count();
+  const std::uint64_t begin = table_.offset_of(range.address_of(growth.first));
+  const std::uint64_t end = begin + growth.room.count();
+  for (std::uint64_t place = begin / chunk_.count(); place * chunk_.count() < end; ++place) {
     if (opened_[place]) continue;
+    const Address at = reservation_.base() + place * chunk_.count();
     if (auto opened = table_.open(at, chunk_); !opened) return opened;
     opened_[place] = true;
   }
@@ -217,38 +245,40 @@ Status HbmCentre::grow(const Request& request, Bytes live) {
   // Somewhere in so many bytes lies an aligned place.
   const Bytes room = request.span + (request.alignment - kUnit);
   const auto growth = range.plan_growth(room);
-  if (!growth || growth->chunks > obtainable({&range, &*growth})) return refusal(request, live);
-  std::vector<Physical> chunks;
-  Search search{.patience_ends = steady_clock().now() + kPatience};
+  if (!growth || growth->missing > obtainable({&range, &*growth})) return refusal(request, live);
+  std::vector<PhysicalPiece> chunks;
+  Bytes gathered;
+  Search search;
   Status status = open_words(range, *growth);
-  while (status.ok() && chunks.size() < growth->chunks) {
-    auto physical = obtain_chunk({&range, &*growth}, search);
-    if (physical) chunks.push_back(*physical);
-    if (!physical) status = physical.error();
+  while (status.ok() && gathered < growth->missing) {
+    const auto chunk = obtain_chunk({&range, &*growth}, growth->missing - gathered, search);
+    if (!chunk) {
+      status = chunk.error();
+    } else {
+      chunks.push_back(*chunk);
+      gathered += chunk->size;
+    }
   }
-  if (status.ok()) status = range.map_chunks(growth->first_chunk, chunks);
+  if (status.ok()) status = range.map_chunks(growth->first, chunks);
   if (status.ok()) return {};
   // A lost device keeps what may still be mapped; else nothing of it is.
-  for (const Physical chunk : chunks) {
+  for (const PhysicalPiece& chunk : chunks) {
     if (status.error().code == Errc::kDeviceLost) break;
-    device_.destroy_physical(chunk);
-    mapped_ -= chunk_;
+    destroy_chunk(chunk);
   }
   return status.error().code == Errc::kNotFound ? Status(refusal(request, live)) : status;
 }
 
 bool HbmCentre::release_chunk() {
-  auto physical = reclaim_chunk({});
-  if (!physical) return false;
-  device_.destroy_physical(*physical);
-  mapped_ -= chunk_;
+  const auto chunk = reclaim_chunk({});
+  if (!chunk) return false;
+  destroy_chunk(*chunk);
   return true;
 }
 
 Bytes HbmCentre::largest_available() const {
-  const std::size_t mappable = saturating_sub(budget_, mapped_) / chunk_;
   Bytes best;
-  for (const ChunkRange& range : ranges_) best = std::max(best, range.largest_with(mappable));
+  for (const ChunkRange& range : ranges_) best = std::max(best, range.largest_with(mappable()));
   return best;
 }
 

@@ -26,7 +26,7 @@ class HbmCentre {
   static constexpr std::size_t kRangeCount = 4;
   struct Options {
     Bytes budget;
-    Bytes chunk;  // a multiple of the device's granularity
+    Bytes chunk;  // the largest, a multiple of the device's granularity
   };
   [[nodiscard]] static Result<std::unique_ptr<HbmCentre>> create(Device& device, Options options);
   ~HbmCentre();  // waits for what was freed; every block is freed before
@@ -85,21 +85,28 @@ class HbmCentre {
   };
   // What one growth has learned while it gathers chunks.
   struct Search {
-    Nanoseconds patience_ends{};
+    std::optional<Nanoseconds> patience_ends;  // from the first look on
     bool may_find_quiet = true;
   };
-  [[nodiscard]] Result<Physical> obtain_chunk(const Growing& growing, Search& search);
+  // One chunk for a growth that lacks `missing` bytes.
+  [[nodiscard]] Result<PhysicalPiece> obtain_chunk(const Growing& growing, Bytes missing, Search& search);
+  [[nodiscard]] Result<PhysicalPiece> create_chunk(Bytes size);
+  void destroy_chunk(const PhysicalPiece& chunk);
   // Nothing: no free chunk is quiet. Else the chunk, or why it could not be unmapped.
-  [[nodiscard]] std::optional<Result<Physical>> move_quiet_chunk(const Growing& growing,
-                                                                 Nanoseconds patience_ends);
-  [[nodiscard]] Result<Physical> reclaim_chunk(const Growing& growing);
-  [[nodiscard]] Result<Physical> take_out(ChunkRange& range, std::size_t index);
+  [[nodiscard]] std::optional<Result<PhysicalPiece>> move_quiet_chunk(const Growing& growing,
+                                                                      Nanoseconds patience_ends);
+  [[nodiscard]] Result<PhysicalPiece> reclaim_chunk(const Growing& growing);
+  [[nodiscard]] Result<PhysicalPiece> take_out(ChunkRange& range, std::uint64_t chunk);
   [[nodiscard]] Status open_words(const ChunkRange& range, const ChunkRange::Growth& growth);
   [[nodiscard]] Bytes worth_mapping() const;
-  [[nodiscard]] std::size_t obtainable(const Growing& growing) const;
+  [[nodiscard]] Bytes chunk_for(Bytes missing) const;
+  // Bytes that may still be mapped within the budget, in the device's granularity.
+  [[nodiscard]] Bytes mappable() const { return round_down(saturating_sub(budget_, mapped_), granularity_); }
+  [[nodiscard]] Bytes obtainable(const Growing& growing) const;
   void set_mapped(Bytes mapped);
 
   Device& device_;
+  Bytes granularity_;
   Bytes chunk_;
   Bytes budget_;
   Bytes mapped_;
@@ -107,7 +114,7 @@ class HbmCentre {
   Bytes wanted_peak_;  // the most bytes that were live, or were to be, when the pool grew
   Reservation reservation_;
   BlockTable table_;
-  std::vector<bool> opened_;  // by chunk of the reservation: its words in the table can be written
+  std::vector<bool> opened_;  // by chunk_ of the reservation: its words in the table can be written
   std::vector<ChunkRange> ranges_;
   StreamOrder order_;
 };

@@ -19,15 +19,14 @@ class Walker {
   Walker(HbmCentre& centre, const std::map<Address, Bytes>& cached) : centre_(centre), cached_(cached) {}
 
   Status visit(const ChunkRange& range) {
-    const std::uint64_t chunk = centre_.chunk().count();
     std::size_t free_seen = 0;
-    for (std::size_t i = 0; i < range.chunk_count(); ++i) {
-      if (!range.mapped(i)) continue;
-      std::size_t end = i + 1;
-      while (end < range.chunk_count() && range.mapped(end)) ++end;
-      if (auto fine = visit_run(range, i * chunk, end * chunk, free_seen); !fine) return fine;
-      found_.mapped += Bytes((end - i) * chunk);
-      i = end - 1;
+    const auto& chunks = range.chunks();
+    for (auto chunk = chunks.begin(); chunk != chunks.end();) {
+      const std::uint64_t at = chunk->first;
+      std::uint64_t end = at;
+      for (; chunk != chunks.end() && chunk->first == end; ++chunk) end += chunk->second.size.count();
+      if (auto fine = visit_run(range, at, end, free_seen); !fine) return fine;
+      found_.mapped += Bytes(end - at);
     }
     if (free_seen != range.free().by_offset().size()) {
       return wrong("a free extent lies where nothing is mapped, in the range", range.address_of(0));

@@ -16,6 +16,12 @@ const char* name_of(Direction direction) {
   return "unknown";
 }
 
+Bytes whole_size(std::span<const PhysicalPiece> pieces) {
+  Bytes sum;
+  for (const PhysicalPiece& piece : pieces) sum += piece.size;
+  return sum;
+}
+
 Result<std::unique_ptr<Device>> open_device(std::string_view kind, const EmulatedOptions& emulated) {
   if (kind == "emulated") return open_emulated_device(emulated);
   if (kind == "cuda") return open_cuda_device(DeviceId{});

@@ -45,6 +45,12 @@ struct Physical {
   std::uint64_t id = 0;
   auto operator<=>(const Physical&) const = default;
 };
+// Physical memory and how large it was created.
+struct PhysicalPiece {
+  Physical physical;
+  Bytes size;
+};
+[[nodiscard]] Bytes whole_size(std::span<const PhysicalPiece> pieces);
 
 // kPeer: between the memories of two devices, in either direction.
 enum class Direction : std::uint8_t { kH2D = 0, kD2H = 1, kD2D = 2, kPeer = 3 };
@@ -102,9 +108,9 @@ class Device {
   virtual void destroy_physical(Physical physical) = 0;  // unmapped before
   [[nodiscard]] virtual Status map(Address at, Physical physical,
                                    Bytes size) = 0;  // readable and writable on return
-  // Maps pieces of device memory, of `each` bytes, next to each other from `at`: all of them or none. Access
-  // is granted once for all, which costs a GPU's driver a fifth of doing it piece by piece.
-  [[nodiscard]] virtual Status map_all(Address at, std::span<const Physical> pieces, Bytes each) = 0;
+  // Maps pieces of device memory next to each other from `at`: all of them or none. Access is granted once
+  // for all, which costs a GPU's driver a fifth of doing it piece by piece.
+  [[nodiscard]] virtual Status map_all(Address at, std::span<const PhysicalPiece> pieces) = 0;
   [[nodiscard]] virtual Status unmap(Address at, Bytes size) = 0;  // the caller knows that no work uses it
   // Lets `peer` read and write whatever is mapped on this device, now and later. Idempotent; the peer
   // outlives this device's mappings. Errors: kNotSupported (no path between the two), and then nothing

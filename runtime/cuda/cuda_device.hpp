@@ -58,7 +58,7 @@ class CudaDevice final : public Device {
   [[nodiscard]] Result<Physical> create_host_physical(Bytes size, int numa_node) override;
   void destroy_physical(Physical physical) override;
   [[nodiscard]] Status map(Address at, Physical physical, Bytes size) override;
-  [[nodiscard]] Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override;
+  [[nodiscard]] Status map_all(Address at, std::span<const PhysicalPiece> pieces) override;
   [[nodiscard]] Status unmap(Address at, Bytes size) override;
   [[nodiscard]] Status grant_access_to(const Device& peer) override;
   [[nodiscard]] Result<MemoryInfo> memory() const override;
@@ -127,6 +127,7 @@ class CudaDevice final : public Device {
   [[nodiscard]] Result<Physical> create(Bytes size, const CUmemAllocationProp& kind,
                                         std::optional<int> host_node);
   // Opens a mapped range to everybody who may touch it. memory_mutex_ held.
+  [[nodiscard]] Status map_piece(Address at, const PhysicalPiece& piece) const;
   [[nodiscard]] Status open_access(Address at, const Mapping& mapping) const;
   [[nodiscard]] CudaStream stream_of(Stream stream) const;  // unknown: a programmer error, as the next one
   [[nodiscard]] CUevent event_of(Event event) const;

@@ -106,45 +106,49 @@ Status CudaDevice::map(Address at, Physical physical, Bytes size) {
   return granted;
 }
 
-Status CudaDevice::map_all(Address at, std::span<const Physical> pieces, Bytes each) {
-  const Bytes whole = each * pieces.size();
+Status CudaDevice::map_all(Address at, std::span<const PhysicalPiece> pieces) {
+  const Bytes whole = whole_size(pieces);
   if (auto fault = device_fault(FaultPoint::kDeviceMap, whole)) return *std::move(fault);
   if (pieces.empty()) return {};
-  if (Status checked = check_size("map_all", each); !checked.ok()) return checked;
   const std::lock_guard lock(memory_mutex_);
-  std::size_t mapped = 0;
+  Bytes done;
   Status status;
-  for (; mapped < pieces.size() && status.ok(); ++mapped) {
-    const auto found = physical_.find(pieces[mapped]);
-    if (found == physical_.end() || found->second.size != each || found->second.host_node) {
-      status = invalid(
-          "map_all: piece " + std::to_string(mapped) + " is no device memory of " + format_bytes(each), each);
-      break;
-    }
-    status = call("cuMemMap", each, [&] {
-      return driver_.cuMemMap(pointer_of(at + mapped * each.count()), each.count(), 0, found->second.handle,
-                              0);
-    });
+  std::size_t mapped = 0;
+  for (; mapped < pieces.size(); ++mapped) {
+    const PhysicalPiece& piece = pieces[mapped];
+    status = map_piece(at + done.count(), piece);
     if (!status.ok()) break;
+    done += piece.size;
   }
   if (status.ok()) status = open_access(at, {.size = whole, .host_node = std::nullopt});
-  if (!status.ok()) {
-    for (std::size_t i = 0; i < mapped; ++i) {
-      Status undone = call("cuMemUnmap", each, [&] {
-        return driver_.cuMemUnmap(pointer_of(at + i * each.count()), each.count());
-      });
-      if (undone.ok()) continue;
-      // Half of it is mapped and stays so: nothing on this device can be relied on any more.
-      Error lost = undone.error();
-      lost.code = Errc::kDeviceLost;
-      return lost;
+  Address piece_at = at;
+  for (const PhysicalPiece& piece : pieces.first(mapped)) {
+    if (status.ok()) {
+      mappings_.insert_or_assign(piece_at, Mapping{.size = piece.size, .host_node = std::nullopt});
+    } else {
+      Status undone = call("cuMemUnmap", piece.size,
+                           [&] { return driver_.cuMemUnmap(pointer_of(piece_at), piece.size.count()); });
+      if (!undone.ok()) {
+        // Half of it is mapped and stays so: nothing on this device can be relied on any more.
+        Error lost = undone.error();
+        lost.code = Errc::kDeviceLost;
+        return lost;
+      }
     }
-    return status;
+    piece_at += piece.size.count();
   }
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    mappings_.insert_or_assign(at + i * each.count(), Mapping{.size = each, .host_node = std::nullopt});
+  return status;
+}
+
+// Without access yet; memory_mutex_ held.
+Status CudaDevice::map_piece(Address at, const PhysicalPiece& piece) const {
+  const auto found = physical_.find(piece.physical);
+  if (found == physical_.end() || found->second.size != piece.size || found->second.host_node) {
+    return invalid("map_all: a piece is no device memory of " + format_bytes(piece.size), piece.size);
   }
-  return {};
+  return call("cuMemMap", piece.size, [&] {
+    return driver_.cuMemMap(pointer_of(at), piece.size.count(), 0, found->second.handle, 0);
+  });
 }
 
 Status CudaDevice::open_access(Address at, const Mapping& mapping) const {

@@ -46,7 +46,7 @@ class EmulatedDevice final : public Device {
   [[nodiscard]] Result<Physical> create_host_physical(Bytes size, int numa_node) override;
   void destroy_physical(Physical physical) override;
   [[nodiscard]] Status map(Address at, Physical physical, Bytes size) override;
-  [[nodiscard]] Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override;
+  [[nodiscard]] Status map_all(Address at, std::span<const PhysicalPiece> pieces) override;
   [[nodiscard]] Status unmap(Address at, Bytes size) override;
   [[nodiscard]] Status grant_access_to(const Device& peer) override;
   [[nodiscard]] Result<MemoryInfo> memory() const override;

@@ -153,16 +153,18 @@ Status EmulatedDevice::map(Address at, Physical physical, Bytes size) {
   return map_locked(at, physical, size);
 }
 
-Status EmulatedDevice::map_all(Address at, std::span<const Physical> pieces, Bytes each) {
-  const Bytes whole = each * pieces.size();
-  if (auto fault = device_fault(FaultPoint::kDeviceMap, whole)) return *std::move(fault);
-  if (Status checked = check_size("map_all", each); !checked.ok()) return checked;
+Status EmulatedDevice::map_all(Address at, std::span<const PhysicalPiece> pieces) {
+  if (auto fault = device_fault(FaultPoint::kDeviceMap, whole_size(pieces))) return *std::move(fault);
   const std::lock_guard lock(memory_mutex_);
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    Status mapped = map_locked(at + i * each.count(), pieces[i], each);
-    if (mapped.ok()) continue;
-    if (i > 0) (void)unmap_locked(at, each * i);
-    return mapped;
+  Bytes done;
+  for (const PhysicalPiece& piece : pieces) {
+    Status mapped = check_size("map_all", piece.size);
+    if (mapped.ok()) mapped = map_locked(at + done.count(), piece.physical, piece.size);
+    if (!mapped.ok()) {
+      if (done > 0_B) (void)unmap_locked(at, done);
+      return mapped;
+    }
+    done += piece.size;
   }
   return {};
 }

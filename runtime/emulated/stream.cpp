@@ -48,9 +48,29 @@ void EmulatedStream::run(Work work) { enqueue(std::move(work)); }
 
 void EmulatedStream::transfer(Transfer transfer) { enqueue(std::move(transfer)); }
 
-void EmulatedStream::record(std::shared_ptr<Recording> recording) { enqueue(Complete{std::move(recording)}); }
+void EmulatedStream::record(std::shared_ptr<Recording> recording) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (at_rest()) {
+      ready_ = std::max(ready_, now());
+      recording->complete(ready_, failure_);
+      return;
+    }
+  }
+  enqueue(Complete{std::move(recording)});
+}
 
-void EmulatedStream::wait(std::shared_ptr<Recording> recording) { enqueue(Await{std::move(recording)}); }
+void EmulatedStream::wait(std::shared_ptr<Recording> recording) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (at_rest() && recording->completed()) {
+      ready_ = std::max(ready_, recording->at());
+      if (recording->failure() && !failure_) failure_ = recording->failure();
+      return;
+    }
+  }
+  enqueue(Await{std::move(recording)});
+}
 
 template <typename Step>
 void EmulatedStream::enqueue(Step step) {

@@ -74,6 +74,9 @@ class EmulatedStream {
     Time queued_at;
     std::variant<Work, Transfer, Complete, Await> step;
   };
+  // Nothing is queued or being done; mutex_ held. Then what takes no time needs no thread, and is over before
+  // the call returns, as a GPU with nothing to do is as good as over with it.
+  [[nodiscard]] bool at_rest() const { return done_count_ == queued_count_; }
   template <typename Step>
   void enqueue(Step step);
   void serve(const std::stop_token& stop);
@@ -97,7 +100,7 @@ class EmulatedStream {
   std::uint64_t done_count_ = 0;
   bool idle_ = false;  // the thread sleeps: only then is waking it worth a system call
   std::optional<Error> failure_;
-  Time ready_;           // the stream's own time; its thread's alone
+  Time ready_;           // the stream's own time; its thread's alone, or mutex_ held and at rest
   std::jthread thread_;  // last: it uses all of the above
 };
 

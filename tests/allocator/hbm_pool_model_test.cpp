@@ -17,6 +17,8 @@ namespace terrace {
 namespace {
 
 constexpr Bytes kBudget = 4_MiB;
+// So fine that chunks of several sizes are mapped and moved.
+constexpr Bytes kGranularity = 4_KiB;
 
 struct Tagged {
   Block block;
@@ -70,7 +72,7 @@ void churn(Device& device, std::mt19937& random, int operations) {
 
 TEST(HbmPoolModel, KeepsEveryByteThroughRandomUse) {
   for (unsigned seed = 0; seed < 12; ++seed) {
-    auto device = std::move(open_emulated_device({.capacity = 16_MiB})).value();
+    auto device = std::move(open_emulated_device({.capacity = 16_MiB, .granularity = kGranularity})).value();
     std::mt19937 random(seed);
     churn(*device, random, 1500);
     EXPECT_EQ(device->memory()->free, device->memory()->total) << "seed " << seed;
@@ -218,7 +220,8 @@ class MillionOperations {
     if (random_() % 2 == 0) pool_->trim();
   }
 
-  std::unique_ptr<Device> device_ = std::move(open_emulated_device({.capacity = 96_MiB})).value();
+  std::unique_ptr<Device> device_ =
+      std::move(open_emulated_device({.capacity = 96_MiB, .granularity = kGranularity})).value();
   std::array<Stream, 3> streams_;
   std::unique_ptr<HbmPool> pool_;
   std::mt19937_64 random_;

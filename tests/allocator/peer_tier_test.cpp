@@ -77,8 +77,8 @@ class Unreachable final : public Device {
   }
   void destroy_physical(Physical physical) override { real_.destroy_physical(physical); }
   Status map(Address at, Physical physical, Bytes size) override { return real_.map(at, physical, size); }
-  Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override {
-    return real_.map_all(at, pieces, each);
+  Status map_all(Address at, std::span<const PhysicalPiece> pieces) override {
+    return real_.map_all(at, pieces);
   }
   Status unmap(Address at, Bytes size) override { return real_.unmap(at, size); }
   Result<MemoryInfo> memory() const override { return real_.memory(); }

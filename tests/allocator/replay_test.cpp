@@ -108,6 +108,27 @@ TEST(Replay, ThePoolReusesWhatIsFreed) {
   EXPECT_EQ(device->live_physical(), 0_B);
 }
 
+// Peak reserved to peak live bytes. Beside each trace what PyTorch's allocator takes on an H200
+// (docs/benchmarks.md); the emulated device is as large, and has passed every point when it is asked.
+TEST(Replay, NoRecordedProgramNeedsMoreThanAThirtiethAboveItsBytesOrThanOnPyTorch) {
+  const std::vector<std::pair<const char*, double>> traces = {
+      {"gpt-checkpoint", 1.208},      {"gpt-plain", 1.060},    {"gpt-save-on-cpu", 1.268},
+      {"moe-checkpoint", 1.079},      {"moe-plain", 1.026},    {"moe-lora-plain", 1.057},
+      {"moe-lora-checkpoint", 1.371}, {"trainer-nano", 1.046}, {"trainer-small", 1.0119}};
+  const auto device = device_of(139_GiB);
+  for (const auto& [name, pytorch] : traces) {
+    auto reader =
+        open_trace((test::source_dir() / "bench/traces" / (std::string(name) + ".trace.gz")).string());
+    ASSERT_TRUE(reader) << reader.error().text;
+    auto allocator = replay_on_pool(*device, 139_GiB);
+    const auto report = replay(*reader, **allocator);
+    ASSERT_TRUE(report) << report.error().text;
+    EXPECT_EQ(report->failures, 0u) << name;
+    EXPECT_LT(report->reserved_ratio(), 1.03) << name;
+    EXPECT_LT(report->reserved_ratio(), pytorch) << name;
+  }
+}
+
 TEST(Replay, WhatTheBudgetRefusesIsCountedAndItsFreeLeftOut) {
   TraceBytes bytes;
   const auto small = bytes.allocate(4_MiB);

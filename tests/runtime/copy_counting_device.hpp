@@ -113,8 +113,8 @@ class CopyCountingDevice final : public Device {
   }
   void destroy_physical(Physical physical) override { inner_.destroy_physical(physical); }
   Status map(Address at, Physical physical, Bytes size) override { return inner_.map(at, physical, size); }
-  Status map_all(Address at, std::span<const Physical> pieces, Bytes each) override {
-    return inner_.map_all(at, pieces, each);
+  Status map_all(Address at, std::span<const PhysicalPiece> pieces) override {
+    return inner_.map_all(at, pieces);
   }
   Status unmap(Address at, Bytes size) override { return inner_.unmap(at, size); }
   Status grant_access_to(const Device& peer) override { return inner_.grant_access_to(peer); }

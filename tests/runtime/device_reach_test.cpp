@@ -121,20 +121,24 @@ TEST_P(DeviceReachTest, ABatchMovesEveryPiece) {
 
 TEST_P(DeviceReachTest, PiecesAreMappedNextToEachOtherOrNotAtAll) {
   const Address at = device_->reserve(4 * size_).value();
-  std::vector<Physical> pieces;
-  for (int i = 0; i < 3; ++i) pieces.push_back(device_->create_physical(size_).value());
-  expect_ok(device_->map_all(at, pieces, size_));
-  expect_ok(device_->fill(stream_, at, 0x44, 3 * size_));
-  EXPECT_EQ(read(at + 2 * size_.count()), std::vector<std::byte>(size_.count(), std::byte{0x44}));
+  std::vector<PhysicalPiece> pieces;
+  for (const std::uint64_t sizes : {1, 2, 1}) {
+    pieces.push_back({device_->create_physical(sizes * size_).value(), sizes * size_});
+  }
+  expect_ok(device_->map_all(at, pieces));
+  expect_ok(device_->fill(stream_, at, 0x44, 4 * size_));
+  EXPECT_EQ(read(at + 3 * size_.count()), std::vector<std::byte>(size_.count(), std::byte{0x44}));
   // The second of these is mapped already, or never was: the first is not left behind.
   expect_ok(device_->unmap(at, size_));
-  const std::vector<Physical> with_a_stranger{pieces[0], Physical{~0ULL}};
-  EXPECT_FALSE(device_->map_all(at, with_a_stranger, size_).ok());
-  const std::vector<Physical> onto_another{pieces[0], pieces[0]};
-  EXPECT_FALSE(device_->map_all(at, onto_another, size_).ok());
-  expect_ok(device_->map(at, pieces[0], size_));
-  expect_ok(device_->unmap(at, 3 * size_));
-  for (const Physical piece : pieces) device_->destroy_physical(piece);
+  const std::vector<PhysicalPiece> with_a_stranger{pieces[0], {Physical{~0ULL}, size_}};
+  EXPECT_FALSE(device_->map_all(at, with_a_stranger).ok());
+  const std::vector<PhysicalPiece> onto_another{pieces[0], pieces[0]};
+  EXPECT_FALSE(device_->map_all(at, onto_another).ok());
+  const std::vector<PhysicalPiece> of_another_size{{pieces[0].physical, 2 * size_}};
+  EXPECT_FALSE(device_->map_all(at, of_another_size).ok());
+  expect_ok(device_->map(at, pieces[0].physical, size_));
+  expect_ok(device_->unmap(at, 4 * size_));
+  for (const PhysicalPiece& piece : pieces) device_->destroy_physical(piece.physical);
   device_->release(at, 4 * size_);
 }
 
