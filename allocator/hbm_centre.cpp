@@ -10,7 +10,7 @@
 namespace terrace {
 namespace {
 
-// Addresses are free. Large blocks have room to grow past fragmented parts; small ones fill any chunk.
+// Addresses are free. Large blocks have room to grow past fragmented parts; small ones fit a gap of a chunk.
 constexpr std::array<std::uint64_t, HbmCentre::kRangeCount> kRangesPerDevice = {2, 4, 2, 4};
 
 // Of the most that was live: what is mapped above it before free chunks move; the largest chunk; the step in

@@ -28,7 +28,7 @@ class HbmPool {
  public:
   struct Options {
     Bytes budget;   // never exceeded by mapped memory, rounding included
-    Bytes chunk{};  // physical granularity; zero: chosen from the budget (docs/design/0003-chunk-size.md)
+    Bytes chunk{};  // the largest, of physical memory; zero: from the budget (docs/design/0003-chunk-size.md)
   };
   struct BlockOptions {
     TenantId tenant{};        // whose quota the block counts in
