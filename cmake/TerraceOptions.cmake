@@ -33,6 +33,11 @@ if(TERRACE_PARANOID)
   add_compile_definitions(TERRACE_PARANOID_CHECKS)
 endif()
 
+option(TERRACE_RACECHECK "CUDA kernels order shared memory in ways that racecheck sees (slower)" OFF)
+if(TERRACE_RACECHECK)
+  add_compile_definitions(TERRACE_RACECHECK=1)
+endif()
+
 add_compile_options($<$<COMPILE_LANGUAGE:C,CXX>:-Wall> $<$<COMPILE_LANGUAGE:C,CXX>:-Wextra>
                     $<$<COMPILE_LANGUAGE:C,CXX>:-Werror>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)

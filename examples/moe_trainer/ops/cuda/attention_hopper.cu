@@ -157,7 +157,7 @@ __device__ void attend(const Forward& a, const Span& span, Shared<kKey, kValue>&
   hopper::commit_wgmma();
   hopper::wait_wgmma<0>();
   hopper::keep_registers(s);
-  release(shared.k_empty[0]);
+  shared.k_empty[0].arrive_as_warp();
   key_turn.next();
   join(s, (span.end - 1) * kTileKeys, shrink);
   pack_left<kTileKeys>(s, p);
@@ -174,12 +174,12 @@ __device__ void attend(const Forward& a, const Span& span, Shared<kKey, kValue>&
     hopper::commit_wgmma();
     hopper::wait_wgmma<1>();
     hopper::keep_registers(s);
-    release(shared.k_empty[key_turn.stage]);
+    shared.k_empty[key_turn.stage].arrive_as_warp();
     key_turn.next();
     join(s, tile * kTileKeys, shrink);
     hopper::wait_wgmma<0>();
     hopper::keep_registers(o);
-    release(shared.v_empty[value_turn.stage]);
+    shared.v_empty[value_turn.stage].arrive_as_warp();
     value_turn.next();
 #pragma unroll
     for (int i = 0; i < kValue / 2; ++i) o[i] *= shrink[i / 2 % 2];
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1) attention_forward(const 
     for (int stage = 0; stage < kStages; ++stage) {
       shared.k_full[stage].init(1);
       shared.v_full[stage].init(1);
-      shared.k_empty[stage].init(kConsumerWarps);
-      shared.v_empty[stage].init(kConsumerWarps);
+      shared.k_empty[stage].init_for_warps(kConsumerWarps);
+      shared.v_empty[stage].init_for_warps(kConsumerWarps);
     }
     hopper::fence_barrier_init();
   }

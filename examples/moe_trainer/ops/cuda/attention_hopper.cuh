@@ -131,9 +131,4 @@ struct Turn {
   }
 };
 
-// One arrival a warp.
-__device__ inline void release(hopper::Barrier& empty) {
-  if (threadIdx.x % 32 == 0) empty.arrive();
-}
-
 }  // namespace terrace::trainer::cuda

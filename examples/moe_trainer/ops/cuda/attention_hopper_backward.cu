@@ -227,7 +227,7 @@ __device__ void keys_gradients(const Backward& a, const Span& span,
     hopper::wait_wgmma<0>();
     hopper::keep_registers(d_key);
     hopper::keep_registers(d_value);
-    release(shared.empty[stage]);
+    shared.empty[stage].arrive_as_warp();
   }
   const float scale[2] = {sizes.scale, sizes.scale}, one[2] = {1.0F, 1.0F};
   const std::int64_t token = span.batch * sizes.length;
@@ -284,7 +284,7 @@ __device__ void queries_gradients(const Backward& a, const Span& span,
     hopper::commit_wgmma();
     hopper::wait_wgmma<0>();
     hopper::keep_registers(d_query);
-    release(shared.empty[stage]);
+    shared.empty[stage].arrive_as_warp();
   }
   const float scale[2] = {sizes.scale, sizes.scale};
   put_accumulators(d_query, scale,
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     shared.own_full.init(1);
     for (int stage = 0; stage < All::kStages; ++stage) {
       shared.full[stage].init(1);
-      shared.empty[stage].init(kConsumerWarps);
+      shared.empty[stage].init_for_warps(kConsumerWarps);
     }
     hopper::fence_barrier_init();
   }

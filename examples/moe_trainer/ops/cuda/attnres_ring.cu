@@ -11,6 +11,7 @@
 #include "examples/moe_trainer/ops/cuda/attnres.hpp"
 #include "examples/moe_trainer/ops/cuda/elements.cuh"
 #include "examples/moe_trainer/ops/cuda/hopper/mbarrier.cuh"
+#include "examples/moe_trainer/ops/cuda/hopper/tma.cuh"
 #include "examples/moe_trainer/ops/cuda/reduce.cuh"
 
 namespace terrace::trainer::cuda {
@@ -56,20 +57,12 @@ struct Cursor {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-__device__ void copy_row(void* stage, const void* row, unsigned bytes, Barrier* full) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          hopper::shared_address(stage)),
-      "l"(row), "r"(bytes), "r"(hopper::shared_address(&full->state))
-      : "memory");
-}
-
 template <int kKinds>
 __device__ void prepare(Control<kKinds>& control, const RingPlan& plan) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < plan.stages; ++stage) {
       control.full[stage].init(1);
-      control.empty[stage].init(static_cast<unsigned>(plan.consumers / kWarp));
+      control.empty[stage].init_for_warps(static_cast<unsigned>(plan.consumers / kWarp));
     }
     hopper::fence_barrier_init();
   }
@@ -82,7 +75,7 @@ __device__ void fill(Control<kKinds>& control, const RingPlan& plan, std::byte* 
                      Cursor& at) {
   control.empty[at.stage].wait(at.parity ^ 1U);
   control.full[at.stage].arrive_expecting(plan.stage_bytes);
-  copy_row(ring + at.stage * plan.stage_bytes, row, plan.stage_bytes, &control.full[at.stage]);
+  hopper::load_bytes(ring + at.stage * plan.stage_bytes, row, plan.stage_bytes, &control.full[at.stage]);
   at.advance(plan.stages);
 }
 
@@ -97,8 +90,7 @@ __device__ void take(Control<kKinds>& control, const RingPlan& plan, const std::
     const int index = static_cast<int>(threadIdx.x) + j * plan.consumers;
     to[j] = index < packs ? load_raw(stage + index * 16) : uint4{0, 0, 0, 0};
   }
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) control.empty[at.stage].arrive();
+  control.empty[at.stage].arrive_as_warp();
   at.advance(plan.stages);
 }
 
@@ -442,9 +434,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
     mix_backward<kSources, kPacks, kOld>(op, plan, wanted, ring, planes, row, weighed, old.stage, v, d_h);
     if constexpr (kOld == Old::kSome) {
-      __syncwarp();
       for (Cursor done = old; done.stage != at.stage || done.parity != at.parity; done.advance(plan.stages)) {
-        if (lane == 0) control.empty[done.stage].arrive();
+        control.empty[done.stage].arrive_as_warp();
       }
     }
   }

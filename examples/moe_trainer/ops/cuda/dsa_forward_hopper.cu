@@ -149,10 +149,6 @@ struct Reader {
   __device__ float* sums(int turn) const {
     return reinterpret_cast<float*>(shared + L::kSums) + turn % 2 * kConsumers * kDsaHeads;
   }
-  __device__ static void arrive(hopper::Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier.arrive();
-  }
   __device__ void wait_part(const Place<Form>& place, int part) const {
     barriers.full[place.stage][part].wait(place.parity);
     hopper::fence_shared_for_async();  // what ordinary copies wrote
@@ -161,10 +157,10 @@ struct Reader {
   template <int kCount>
   __device__ void release(const Place<Form>& place, float (&o)[kCount]) const {
     hopper::wait_wgmma<1>();
-    arrive(barriers.empty[place.stage][0]);
+    barriers.empty[place.stage][0].arrive_as_warp();
     hopper::wait_wgmma<0>();
     hopper::keep_registers(o);
-    arrive(barriers.empty[place.stage][1]);
+    barriers.empty[place.stage][1].arrive_as_warp();
   }
   __device__ void score(float (&s)[kTileRows / 2], const Place<Form>& place) const {
     const Operand q = hopper::k_major(shared), k = hopper::k_major(stage_at(place));
@@ -283,7 +279,7 @@ struct SharedRows {
     const Place<Form> place(r.tile);
     float s[kTileRows / 2];
     r.score(s, place);
-    if (left <= kConsumers * kTileRows) r.arrive(r.barriers.q_empty);  // this warpgroup's last
+    if (left <= kConsumers * kTileRows) r.barriers.q_empty.arrive_as_warp();  // this warpgroup's last
     const float2 shrink = raise_tops(s, r.a.sizes.scale * kLog2e, left, r.running);
     if (threadIdx.x % 4 == 0) {
       r.tops()[first_row()] = r.running.top[0];
@@ -373,7 +369,7 @@ struct RowsApart {
     const Place<Form> place(r.tile);
     float s[kTileRows / 2];
     r.score(s, place);
-    if (left <= kConsumers * kTileRows) r.arrive(r.barriers.q_empty);  // this warpgroup's last
+    if (left <= kConsumers * kTileRows) r.barriers.q_empty.arrive_as_warp();  // this warpgroup's last
     const float2 shrink = raise_tops(s, r.a.sizes.scale * kLog2e, left, r.running);
     shrink_rows(o, shrink);
     r.wait_part(place, 1);
@@ -449,7 +445,7 @@ __device__ void consume(const HopperForward& a, unsigned char* shared, Barriers&
     if (token < 0) return;
     barriers.q_full.wait(static_cast<unsigned>(turn) % 2);
     const int count = __shfl_sync(kFullWarp, barriers.count, 0);  // the compiler sees one for all lanes
-    if (reader.own_tiles((count + kTileRows - 1) / kTileRows) == 0) reader.arrive(barriers.q_empty);
+    if (reader.own_tiles((count + kTileRows - 1) / kTileRows) == 0) barriers.q_empty.arrive_as_warp();
     Rows::run(reader, token, turn, count);
   }
 }
@@ -463,10 +459,10 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_forward(const __grid_const
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared + L::kBarriers);
   if (threadIdx.x == 0) {
     barriers.q_full.init(hopper::kWarpgroup + 1);  // its copies, and the count
-    barriers.q_empty.init(kConsumerThreads / kWarp);
+    barriers.q_empty.init_for_warps(kConsumerThreads / kWarp);
     for (int stage = 0; stage < L::kStages; ++stage) {
       for (int part = 0; part < kParts; ++part) barriers.full[stage][part].init(hopper::kWarpgroup);
-      for (int half = 0; half < kHalves; ++half) barriers.empty[stage][half].init(L::kReleases);
+      for (int half = 0; half < kHalves; ++half) barriers.empty[stage][half].init_for_warps(L::kReleases);
     }
     hopper::fence_barrier_init();
   }

@@ -230,7 +230,7 @@ __device__ void consume(const unsigned char* shared, Barriers& barriers, int rou
     hopper::commit_wgmma();
     if (round == 0) continue;
     hopper::wait_wgmma<1>();
-    if (threadIdx.x % kWarp == 0) barriers.empty[(round - 1) % kStages].arrive();
+    barriers.empty[(round - 1) % kStages].arrive_as_warp();
   }
   hopper::wait_wgmma<0>();
   hopper::keep_registers(low);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barriers.full[stage].init(hopper::kWarpgroup);
-      barriers.empty[stage].init(kConsumerThreads / kWarp);
+      barriers.empty[stage].init_for_warps(kConsumerThreads / kWarp);
     }
     hopper::fence_barrier_init();
   }

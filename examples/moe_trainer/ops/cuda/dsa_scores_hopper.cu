@@ -214,8 +214,7 @@ __device__ inline void consume(const Scores& a, const Queries& queries, std::int
     hopper::wait_wgmma<0>();
     hopper::keep_registers(odd);
     write_scores<kBundle>(a, odd, place + kBundleBytes + kWeights, query + kBundle, queries.end, key0);
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barriers.empty[stage].arrive();
+    barriers.empty[stage].arrive_as_warp();
   }
 }
 
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_scores(const __grid_constan
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barriers.full[stage].init(hopper::kWarpgroup);
-      barriers.empty[stage].init(kConsumerThreads / kWarp);
+      barriers.empty[stage].init_for_warps(kConsumerThreads / kWarp);
     }
     hopper::fence_barrier_init();
   }

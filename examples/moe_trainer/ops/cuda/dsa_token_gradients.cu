@@ -217,8 +217,7 @@ __device__ void consume(const TokenGradients& a, unsigned char* shared, Barriers
     hopper::wait_wgmma<0>();
     hopper::keep_registers(wide);
     hopper::keep_registers(rest);
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barriers.empty[stage].arrive();
+    barriers.empty[stage].arrive_as_warp();
   }
   const int heads_there = static_cast<int>(a.sizes.heads);
   Bf16* d_q = a.d_q + token * a.sizes.heads * Form::kKey + kFirstBox * kBoxColumns;
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, Layout<Form>::kPerProcessor)
     barriers.heads.init(hopper::kWarpgroup);
     for (int stage = 0; stage < Layout<Form>::kStages; ++stage) {
       barriers.full[stage].init(hopper::kWarpgroup);
-      barriers.empty[stage].init(kConsumerThreads / kWarp);
+      barriers.empty[stage].init_for_warps(kConsumerThreads / kWarp);
     }
     hopper::fence_barrier_init();
   }

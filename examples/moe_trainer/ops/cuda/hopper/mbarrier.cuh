@@ -9,6 +9,11 @@
 //
 // TERRACE_SM90A is 1 where the code being compiled may use what only sm_90a has (wgmma, setmaxnreg). A kernel
 // that needs it puts its whole body behind #if TERRACE_SM90A: the source may be compiled for sm_90 beside it.
+//
+// TERRACE_RACECHECK (the CMake option) is 1 in a build for compute-sanitizer's racecheck. That sees what a
+// thread's own arrival orders, but neither __syncwarp, of which nothing is executed where a warp has not
+// diverged, nor all that bar.arrive orders: there each lane arrives for itself, and whoever arrives at a
+// named barrier waits.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +25,10 @@
 #endif
 
 namespace terrace::trainer::cuda::hopper {
+
+#if !defined(TERRACE_RACECHECK)
+#define TERRACE_RACECHECK 0
+#endif
 
 inline constexpr int kWarpgroup = 128;  // threads
 
@@ -36,8 +45,15 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(arrivals)
                  : "memory");
   }
+  // Likewise, for arrivals of whole warps.
+  __device__ void init_for_warps(std::uint32_t warps) { init(warps * (TERRACE_RACECHECK ? 32U : 1U)); }
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
+  }
+  // By all lanes of a warp: what each of them did before is done for those who wait. One arrival of the warp.
+  __device__ void arrive_as_warp() {
+    __syncwarp();
+    if (TERRACE_RACECHECK || threadIdx.x % 32 == 0) arrive();
   }
   // One arrival that also announces `bytes` to come by bulk copies.
   __device__ void arrive_expecting(std::uint32_t bytes) {
@@ -75,12 +91,18 @@ __device__ inline void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A barrier of `threads` threads (a multiple of 32) under a number of 1 to 15; 0 is __syncthreads.
+// A barrier of `threads` threads (a multiple of 32) under a number of 1 to 15; 0 is __syncthreads. Those who
+// arrive do not wait, except for racecheck: the others must come without anything that is done after the
+// arrival.
 __device__ inline void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 __device__ inline void named_barrier_arrive(int number, int threads) {
+#if TERRACE_RACECHECK
+  named_barrier_sync(number, threads);
+#else
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+#endif
 }
 
 // Registers a thread of this warpgroup, a multiple of 8 in 24..256; by all of its warps, in one branch a
