@@ -161,11 +161,13 @@ constexpr DsaShape kShapes[] = {{1, 1, 1, 8, 8, 1, 8, 4},
                                 {1, 40, 4, 32, 24, 2, 16, 8},
                                 {3, 33, 5, 16, 16, 3, 8, 12},
                                 {2, 70, 4, 64, 64, 4, 32, 20}};
-// Those of the matrix units: all heads, part of a tile of slots, several tiles, several turns of tokens.
+// Those of the matrix units: all heads, part of a tile of slots, several tiles, several turns of tokens; few
+// of the keys.
 constexpr DsaShape kLatentShapes[] = {{1, 1, 64, 576, 512, 2, 16, 4},
                                       {1, 24, 64, 576, 512, 2, 16, 20},
                                       {2, 65, 2, 576, 512, 2, 16, 200},
-                                      {1, 140, 2, 576, 512, 2, 16, 100}};
+                                      {1, 140, 2, 576, 512, 2, 16, 100},
+                                      {1, 90, 3, 576, 512, 2, 16, 12}};
 constexpr DsaShape kOwnValueShapes[] = {{1, 1, 1, 128, 128, 2, 16, 1},
                                         {1, 40, 64, 128, 128, 2, 16, 20},
                                         {2, 65, 3, 128, 128, 2, 16, 64},

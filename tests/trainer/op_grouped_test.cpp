@@ -43,6 +43,8 @@ std::vector<Case> cases() {
           {"many columns", 6152, 200, kEvenAndOddTiles, 13},
           {"many columns backwards", 200, 6152, kEvenAndOddTiles, 13},
           {"300 groups of few rows", 264, 72, few_rows(300), 13},
+          {"140 groups of few rows, wide tiles", 256, 16, few_rows(140), 13},
+          {"140 groups of few rows, wide tiles backwards", 16, 256, few_rows(140), 13},
           {"one group", 136, 136, {200}, 13}};
 }
 
