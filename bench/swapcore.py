@@ -74,6 +74,11 @@ class Case:
         steps = sum(len(turn["losses"]) - (MEASURING_STEPS if self.plans else 0) for turn in self.turns)
         return self.result["stall_seconds"] * 1e3 / steps if steps > 0 else None
 
+    def link_window_used(self):
+        """By direction, of the last turn; empty without a plan: what goes without one has no windows."""
+        shares = self.turns[-1].get("link_window_used") if self.plans else None
+        return {direction: share for direction, share in (shares or {}).items() if share is not None}
+
 
 def all_cases(rivals_at):
     cases = [Case("none", "no-recomputation", recompute="none", swapcore="off"),
@@ -313,8 +318,12 @@ def print_rows(bench):
         print_row(case, "hbm_peak_bytes", result["hbm_peak_bytes"], "bytes")
         print_row(case, "ddr_peak_bytes", result["ddr_peak_bytes"], "bytes")
         print_row(case, "stall_ms", case.stall_ms(), "ms")
-        # That of the plan: what goes without one, or against it, has none.
-        print_row(case, "link_window_used", result.get("link_window_used") if case.plans else None, "ratio")
+        # Measured, of the direction that is used more, and of each; what the plan expected beside it.
+        used = case.link_window_used()
+        print_row(case, "link_window_used", max(used.values(), default=None), "ratio")
+        for direction in ("d2h", "h2d"):
+            print_row(case, f"link_window_used_{direction}", used.get(direction), "ratio")
+        print_row(case, "link_window_planned", result.get("predicted_link_window_used") if case.plans else None, "ratio")
         if case.budget:
             print_row(case, "hbm_budget_bytes", case.budget, "bytes")
         for other in ("none", "full"):

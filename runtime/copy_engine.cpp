@@ -126,6 +126,7 @@ Result<CopyEngine::Ticket> CopyEngine::submit(const Request& request, std::span<
   job->reason = request.reason;
   job->priority = request.priority;
   job->on_done = request.on_done;
+  job->label = request.label;
   job->pieces.assign(batch.begin(), batch.end());
   for (const Transfer& transfer : batch) job->bytes += transfer.size;
   job->rest = job->bytes;

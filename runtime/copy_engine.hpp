@@ -18,6 +18,8 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include "runtime/device.hpp"
 
@@ -30,6 +32,16 @@ inline constexpr int kCopyReasonCount = 4;
 
 enum class CopyPriority : std::uint8_t { kUrgent, kBackground };
 
+// Bytes that have crossed the link: a chunk of a copy. `begun` and `arrived` have completed; they are the
+// engine's.
+struct CopyMove {
+  Direction direction = Direction::kH2D;
+  CopyReason reason = CopyReason::kSpill;
+  Bytes bytes;
+  Event begun{}, arrived{};
+  std::string_view label;  // of the request
+};
+
 struct CopyJob;
 class CopyQueue;
 
@@ -41,6 +53,9 @@ class CopyEngine {
     // Completion wakes the engine. What never reports back (a failed stream, a lost device) is noticed by
     // looking again after this long, while something is held back or has an on_done.
     std::chrono::milliseconds look_again{20};
+    // Told of every chunk once it has arrived, on whichever thread finds out. Calls nothing of the engine,
+    // does not throw, and is quick: the direction waits.
+    std::function<void(const CopyMove&)> on_moved{};
   };
   struct Request {
     Direction direction = Direction::kH2D;  // kH2D or kD2H
@@ -51,6 +66,7 @@ class CopyEngine {
     // copy moves any more, with what synchronize() would return; kCancelled where the engine was destroyed
     // first. Others wait while it runs. Does not throw.
     std::function<void(const Status&)> on_done{};
+    std::string label{};  // handed on to Options::on_moved
   };
 
   // A copy under way. Copyable handles would hide who waits; a ticket is moved to the one who does.

@@ -84,6 +84,10 @@ void CopyQueue::retire(LaneId lane_id) {
   } else if (const auto spent = parts_.device.seconds_between(*chunk.begun, *chunk.arrived)) {
     job.seconds += *spent;
     metrics().add<Metric::kTransferSeconds>(parts_.direction, job.reason, *spent);
+    if (parts_.options.on_moved != nullptr) {
+      parts_.options.on_moved(
+          {parts_.direction, job.reason, chunk.size, *chunk.begun, *chunk.arrived, job.label});
+    }
   }
   report_if_over(chunk.job);
 }

@@ -24,6 +24,7 @@
 #include <optional>
 #include <span>
 #include <stop_token>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,7 @@ struct CopyJob {
   CopyPriority priority = CopyPriority::kUrgent;
   Bytes bytes;
   std::function<void(const Status&)> on_done;
+  std::string label;
 
   std::vector<Transfer> pieces;  // from `next` on: not on the device yet
   std::size_t next = 0;

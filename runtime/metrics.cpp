@@ -181,6 +181,14 @@ const char* name_of(CallGroup group) {
   return "?";
 }
 
+const char* name_of(FallbackReason reason) {
+  constexpr std::array<const char*, kFallbackReasonCount> kNames = {
+      "step_cancelled",  "layer_order", "micro_batches", "changed_shape", "without_backward", "offered_twice",
+      "recompute_shape", "ddr_full",    "hbm_full",      "copy_failed",   "damaged",          "not_back"};
+  const auto index = static_cast<std::size_t>(reason);
+  return index < kNames.size() ? kNames[index] : "?";
+}
+
 void MetricsPage::clear() {
   for (Slot& slot : slots_) slot.store(0, std::memory_order_relaxed);
 }

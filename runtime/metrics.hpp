@@ -38,10 +38,28 @@ enum class MetricKind : std::uint8_t { kMatmul = 0, kGmm = 1, kAttention = 2, kS
 enum class FetchOutcome : std::uint8_t { kHit = 0, kMiss = 1, kLate = 2 };
 enum class StallReason : std::uint8_t { kRestoreLate = 0, kSpillBackpressure = 1, kBudget = 2, kDaemon = 3 };
 enum class CallGroup : std::uint8_t { kAllocate = 0, kFree, kCopy, kLaunch, kQuery, kMap, kShare, kOther };
-[[nodiscard]] const char* name_of(MetricKind kind);       // "matmul", "gmm", "attention", "scan"
-[[nodiscard]] const char* name_of(FetchOutcome outcome);  // "hit", "miss", "late"
-[[nodiscard]] const char* name_of(StallReason reason);    // "restore_late", "spill_backpressure", ...
-[[nodiscard]] const char* name_of(CallGroup group);       // "allocate", "free", ...
+// Why Swap Core went another way than planned. The first five are of a step, whose rest is computed again
+// where it would have travelled; the others are of one output, which is computed again.
+enum class FallbackReason : std::uint8_t {
+  kStepCancelled = 0,
+  kLayerOrder,
+  kMicroBatches,
+  kChangedShape,
+  kWithoutBackward,
+  kOfferedTwice,
+  kRecomputeShape,
+  kDdrFull,
+  kHbmFull,
+  kCopyFailed,
+  kDamaged,
+  kNotBack,
+};
+inline constexpr int kFallbackReasonCount = 12;
+[[nodiscard]] const char* name_of(FallbackReason reason);  // "step_cancelled", "layer_order", ...
+[[nodiscard]] const char* name_of(MetricKind kind);        // "matmul", "gmm", "attention", "scan"
+[[nodiscard]] const char* name_of(FetchOutcome outcome);   // "hit", "miss", "late"
+[[nodiscard]] const char* name_of(StallReason reason);     // "restore_late", "spill_backpressure", ...
+[[nodiscard]] const char* name_of(CallGroup group);        // "allocate", "free", ...
 
 namespace detail {
 inline constexpr int kFaultPointCount = 0
@@ -67,6 +85,7 @@ TERRACE_LABEL(MetricKind, "kind", 4)
 TERRACE_LABEL(FetchOutcome, "outcome", 3)
 TERRACE_LABEL(StallReason, "reason", 4)
 TERRACE_LABEL(CallGroup, "call_group", 8)
+TERRACE_LABEL(FallbackReason, "reason", kFallbackReasonCount)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)
 #undef TERRACE_LABEL
 

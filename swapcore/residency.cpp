@@ -39,7 +39,7 @@ const char* name_of(Residency state) {
 Result<std::unique_ptr<ResidencyStore>> ResidencyStore::create(Parts parts) {
   auto fence = parts.device.create_event();
   if (!fence) return std::move(fence).error();
-  return std::unique_ptr<ResidencyStore>(new ResidencyStore(parts, *fence));
+  return std::unique_ptr<ResidencyStore>(new ResidencyStore(std::move(parts), *fence));
 }
 
 ResidencyStore::~ResidencyStore() {
@@ -104,7 +104,8 @@ Status ResidencyStore::spill(const EntryKey& key) {
     auto copy = parts_.copies.submit({.direction = Direction::kD2H,
                                       .after = fence_,
                                       .reason = saved ? CopyReason::kOffload : CopyReason::kSpill,
-                                      .priority = CopyPriority::kBackground},
+                                      .priority = CopyPriority::kBackground,
+                                      .label = label_of(key)},
                                      {&transfer, 1});
     if (copy) {
       entry.copy = std::move(copy).value();
@@ -136,16 +137,18 @@ Status ResidencyStore::depart(const EntryKey& key) {
 
 // HBM for the bytes, ordered on the compute stream behind whatever used that range before; then the copy,
 // behind the fence recorded after that.
-Status ResidencyStore::start_restore(Entry& entry, CopyReason reason) {
+Status ResidencyStore::start_restore(const EntryKey& key, Entry& entry) {
   auto room = parts_.hbm.allocate(parts_.compute, entry.size, entry.ddr->pool);
   if (!room) return room.error();
   Status ready = parts_.device.record(parts_.compute, fence_);
   if (ready) {
     const Transfer transfer{room->address, entry.ddr->address, entry.size};
+    const bool saved = key.what == EntryKey::What::kSaved;
     auto copy = parts_.copies.submit({.direction = Direction::kH2D,
                                       .after = fence_,
-                                      .reason = reason,
-                                      .priority = CopyPriority::kBackground},
+                                      .reason = saved ? CopyReason::kFetch : CopyReason::kRestore,
+                                      .priority = CopyPriority::kBackground,
+                                      .label = label_of(key)},
                                      {&transfer, 1});
     if (copy) {
       entry.copy = std::move(copy).value();
@@ -177,9 +180,7 @@ Status ResidencyStore::restore(const EntryKey& key) {
     case Residency::kInDdr:
       break;
   }
-  const bool saved = key.what == EntryKey::What::kSaved;
-  if (auto started = start_restore(entry, saved ? CopyReason::kFetch : CopyReason::kRestore); !started)
-    return started;
+  if (auto started = start_restore(key, entry); !started) return started;
   hold(key, entry.size);
   return {};
 }
@@ -188,6 +189,20 @@ std::optional<Residency> ResidencyStore::state(const EntryKey& key) const {
   auto it = entries_.find(key);
   if (it == entries_.end()) return std::nullopt;
   return it->second.state;
+}
+
+Bytes ResidencyStore::size(const EntryKey& key) const {
+  auto it = entries_.find(key);
+  return it == entries_.end() ? 0_B : it->second.size;
+}
+
+bool ResidencyStore::looked_at(const EntryKey& key) {
+  auto it = entries_.find(key);
+  return it == entries_.end() || !it->second.check || verifier_.looked(it->second.check);
+}
+
+std::string ResidencyStore::label_of(const EntryKey& key) const {
+  return parts_.label ? parts_.label(key) : std::string();
 }
 
 std::vector<EntryKey> ResidencyStore::in_layer(int layer, std::uint32_t micro_batch) const {
@@ -411,7 +426,8 @@ std::vector<ResidencyStore::Wait> ResidencyStore::collect_waits() {
     }
     const auto seconds = parts_.device.seconds_between(it->arrived, it->resumed);
     const bool late = seconds && *seconds > kLateSeconds;
-    waits.push_back({it->key, it->direction, late, late ? *seconds : 0.0});
+    const auto began = late && parts_.clock != nullptr ? parts_.clock->at(it->arrived) : std::nullopt;
+    waits.push_back({it->key, it->direction, late, late ? *seconds : 0.0, began.value_or(0.0)});
     parts_.device.destroy_event(it->arrived);
     parts_.device.destroy_event(it->resumed);
     it = probes_.erase(it);

@@ -17,15 +17,19 @@
 
 #include <compare>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "allocator/ddr_pool.hpp"
 #include "allocator/hbm_pool.hpp"
 #include "runtime/copy_engine.hpp"
+#include "runtime/timeline/device_clock.hpp"
 #include "swapcore/verifier.hpp"
 
 namespace terrace {
@@ -54,6 +58,8 @@ class ResidencyStore {
     CopyEngine& copies;
     Stream compute;
     Verify verify = Verify::kOff;
+    const DeviceClock* clock = nullptr;                   // null: waits have no place in time
+    std::function<std::string(const EntryKey&)> label{};  // of an entry's copies; null: they have none
   };
   [[nodiscard]] static Result<std::unique_ptr<ResidencyStore>> create(Parts parts);
   ~ResidencyStore();
@@ -71,6 +77,9 @@ class ResidencyStore {
   // Errors: kOutOfBudget (HBM), copy errors; the entry stays where it is.
   [[nodiscard]] Status restore(const EntryKey& key);
   [[nodiscard]] std::optional<Residency> state(const EntryKey& key) const;
+  [[nodiscard]] Bytes size(const EntryKey& key) const;  // zero: no such entry
+  // Whether no look at its bytes (Parts::verify) is under way or to come.
+  [[nodiscard]] bool looked_at(const EntryKey& key);
 
   // The entries of a layer, in order of key.
   [[nodiscard]] std::vector<EntryKey> in_layer(int layer, std::uint32_t micro_batch) const;
@@ -112,6 +121,7 @@ class ResidencyStore {
     Direction direction = Direction::kH2D;  // kH2D: a restore was waited for; kD2H: a spill
     bool late = false;                      // the compute stream really waited
     double seconds = 0;                     // how long
+    double began = 0;                       // of Parts::clock
   };
   // Those known since the last call; the rest follows in a later one.
   [[nodiscard]] std::vector<Wait> collect_waits();
@@ -143,9 +153,11 @@ class ResidencyStore {
   };
   using Entries = std::map<EntryKey, Entry>;
 
-  ResidencyStore(Parts parts, Event fence) : parts_(parts), fence_(fence), verifier_(parts.verify) {}
+  ResidencyStore(Parts parts, Event fence)
+      : parts_(std::move(parts)), fence_(fence), verifier_(parts_.verify) {}
   [[nodiscard]] BlockRef wrap(const Block& block);
-  [[nodiscard]] Status start_restore(Entry& entry, CopyReason reason);
+  [[nodiscard]] Status start_restore(const EntryKey& key, Entry& entry);
+  [[nodiscard]] std::string label_of(const EntryKey& key) const;
   [[nodiscard]] Status wait_on_compute(const EntryKey& key, Direction direction,
                                        const CopyEngine::Ticket& copy);
   void settle(Entries::iterator it);

@@ -49,8 +49,10 @@ Session::~Session() {
   impl_->publish_usage();
   // Entries hold blocks of the pools, and the pools wait for the copy engine's streams: end them in this
   // order. The lease goes back last, when the memory is free.
+  impl_->spans.end_step();
   impl_->profile.reset();
   impl_->forget_timing();
+  if (impl_->store != nullptr) impl_->collect_waits();
   impl_->store.reset();
   impl_->hbm.reset();
   impl_->ddr.reset();
@@ -85,10 +87,15 @@ Status Session::Impl::open_pools() {
       {.budget = budgets.ddr, .numa_nodes = std::move(nodes).value(), .huge_pages = policy.ddr.hugepages});
   if (!ddr_pool) return std::move(ddr_pool).error();
   ddr = std::move(ddr_pool).value();
-  auto engine = CopyEngine::create(device);
+  if (auto opened = open_clock(); !opened) return opened;
+  CopyEngine::Options options;
+  if (clock != nullptr) options.on_moved = [this](const CopyMove& move) { note_move(move); };
+  auto engine = CopyEngine::create(device, options);
   if (!engine) return std::move(engine).error();
   copies = std::move(engine).value();
-  auto entries = ResidencyStore::create({device, *hbm, *ddr, *copies, compute, policy.swapcore.verify});
+  ResidencyStore::Parts parts{device, *hbm, *ddr, *copies, compute, policy.swapcore.verify, clock};
+  if (spans.timeline() != nullptr) parts.label = [this](const EntryKey& key) { return label_of(key); };
+  auto entries = ResidencyStore::create(std::move(parts));
   if (!entries) return std::move(entries).error();
   store = std::move(entries).value();
   metrics().set<Metric::kBudgetBytes>(TierId::kHbm, budgets.hbm);
@@ -112,6 +119,9 @@ Result<bool> Session::Impl::wait_for_a_spill() {
   const double waited = seconds_of(steady_clock().now()) - began;
   metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, waited);
   counters.stall_seconds += waited;
+  if (RunTimeline* timeline = spans.timeline()) {
+    timeline->stalled(name_of(StallReason::kSpillBackpressure), timeline->clock().now() - waited, waited, "");
+  }
   return true;
 }
 
@@ -196,6 +206,7 @@ SiteId Session::declare(const SiteSpec& site) {
   impl_->layer_sites[layer].push_back(id);
   impl_->plan.reset();  // made for other sites
   impl_->measured.reset();
+  impl_->schedule.forget();
   return id;
 }
 
@@ -214,6 +225,7 @@ PoolUsage Session::ddr_usage() const { return impl_->ddr->usage(); }
 
 SessionCounters Session::counters() const {
   impl_->collect_waits();
+  impl_->measure_link_use();
   SessionCounters counters = impl_->counters;
   counters.spilled = impl_->store->spilled();
   counters.restored = impl_->store->restored();

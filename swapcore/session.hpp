@@ -17,6 +17,7 @@
 // With gradient accumulation the forward/head/backward part repeats for each micro-batch.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +26,9 @@
 #include "allocator/hbm_pool.hpp"
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
+#include "runtime/metrics.hpp"
+#include "runtime/timeline/run_timeline.hpp"
+#include "swapcore/link_use.hpp"
 #include "swapcore/plan/solver.hpp"
 #include "swapcore/policy/policy.hpp"
 #include "swapcore/residency.hpp"
@@ -48,15 +52,18 @@ struct SessionCounters {
   std::uint64_t damaged = 0;    // what came back from DDR with another checksum, and was not used
   Bytes spilled, restored;
   double stall_seconds = 0;
+  std::array<std::uint64_t, kFallbackReasonCount> fallbacks{};  // by FallbackReason
+  LinkUse::Ways link_windows;  // of the steps that ran by a plan and were timed
 };
 
 class Session {
  public:
   struct Options {
     Policy policy;
-    std::string job = "job";  // label in the metrics
-    bool join_daemon = true;  // where the environment names a daemon (TERRACE_SOCKET)
-    Stream compute;           // the stream on which the trainer computes
+    std::string job = "job";          // label in the metrics
+    bool join_daemon = true;          // where the environment names a daemon (TERRACE_SOCKET)
+    Stream compute;                   // the stream on which the trainer computes
+    RunTimeline* timeline = nullptr;  // of the compute stream, to be filled; outlives the session
   };
   // Errors: budgets larger than the device or in contradiction (kInvalidArgument), device errors.
   [[nodiscard]] static Result<std::unique_ptr<Session>> open(Device& device, Options options);
@@ -72,18 +79,45 @@ class Session {
   [[nodiscard]] const SiteSpec& site(SiteId id) const;  // as declared
   [[nodiscard]] const std::vector<SiteSpec>& sites() const;
 
-  void begin_step();
+  // A step is periodic: one is measured, the plan is made for it, and later ones are expected to go the same
+  // way. One that does not (an evaluation, other shapes, another order of layers, more micro-batches) is
+  // counted under SessionCounters::fallbacks, and what would have travelled in the rest of it is computed
+  // again. Where the change stays, a step is measured anew.
+  void begin_step();  // cancels a step that was begun and not ended
   void enter_forward(int layer, std::uint32_t micro_batch = 0);
   void enter_head(std::uint32_t micro_batch = 0);  // between the last forward and the first backward layer
   void enter_backward(int layer, std::uint32_t micro_batch = 0);
-  void end_step();  // entries never fetched are released
+  void enter_update();  // behind the last backward: the optimizer. For the timeline alone
+  void end_step();      // what was offered or saved and never asked for is released
+  // Gives up on the step that runs, after an exception: what was offered or saved in it is released. Nothing
+  // where no step runs.
+  void cancel_step();
 
   // Forward: the output of a site, computed on the compute stream and never written again. Outputs that
-  // backward does not read are never offered.
+  // backward does not read are never offered. Outside of a step, nothing is kept. An output offered again
+  // before it was asked for (a forward pass in between) is kept in neither form: nobody could tell which one
+  // is wanted.
   void offer(const SiteKey& key, const BlockRef& output);
   // Recompute: the bytes that were offered, ready on the compute stream, or null (a miss: compute it). An
-  // entry is consumed by its first fetch.
-  [[nodiscard]] BlockRef fetch(const SiteKey& key);
+  // entry is consumed by its first fetch. `size`: of the output that would be computed; one of another size
+  // is a miss.
+  [[nodiscard]] BlockRef fetch(const SiteKey& key, std::optional<Bytes> size = std::nullopt);
+
+  // Names what the trainer launches between construction and destruction, for the timeline and for a
+  // profiler.
+  class Span {
+   public:
+    enum class How : std::uint8_t { kComputed, kFetched };
+    Span(Session& session, SiteId site, How how = How::kComputed);
+    Span(Session& session, const char* name);
+    ~Span();
+    Span(const Span&) = delete;
+    Span& operator=(const Span&) = delete;
+
+   private:
+    Session& session_;
+    const bool active_;
+  };
 
   // Times what the trainer launches between construction and destruction as one run of the site, in steps
   // that the session measures; free in others.
@@ -96,13 +130,15 @@ class Session {
 
    private:
     Session& session_;
+    Span span_;
     SiteId site_;
     Event start_{};
     bool active_ = false;
   };
 
   // Keeps an activation until load(): in HBM inside the checkpoint budget, else as the contingency says.
-  // Errors: kOutOfBudget (contingency "fail", or nowhere to put it).
+  // Errors: kOutOfBudget (contingency "fail", or nowhere to put it), kInvalidArgument (saved before, and not
+  // loaded).
   [[nodiscard]] Status save(const SaveKey& key, BlockRef block);
   // Errors: kNotFound (never saved, or loaded already), kOutOfBudget, kIo (its bytes changed in DDR; the text
   // names the layer).
@@ -129,6 +165,7 @@ class Session {
   explicit Session(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
   friend class Timing;
+  friend class Span;
 };
 
 }  // namespace terrace

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,11 +17,14 @@
 #include "swapcore/residency.hpp"
 #include "swapcore/session.hpp"
 #include "swapcore/step_profile.hpp"
+#include "swapcore/step_schedule.hpp"
+#include "swapcore/step_spans.hpp"
 
 namespace terrace {
 
-// The first step warms up, the second is measured, the third runs by the plan.
-inline constexpr std::uint64_t kMeasuredStep = 1;
+// The first step warms up, the second is measured, the third runs by the plan: of steps with forward and
+// backward. A forward pass alone uses up neither.
+inline constexpr std::uint64_t kWarmUpSteps = 1;
 
 struct Session::Impl {
   Device& device;
@@ -33,7 +37,11 @@ struct Session::Impl {
   std::atomic<std::uint64_t> hbm_claim{0}, ddr_claim{0};  // what a successor of the daemon is told, in bytes
   std::unique_ptr<HbmPool> hbm;
   std::unique_ptr<DdrPool> ddr;
-  std::unique_ptr<CopyEngine> copies;
+  StepSpans spans;
+  std::unique_ptr<DeviceClock> own_clock;  // where there is no timeline to have one
+  DeviceClock* clock = nullptr;            // null: swap core is off, and nobody looks
+  std::unique_ptr<LinkUse> link_use;       // null: swap core is off
+  std::unique_ptr<CopyEngine> copies;      // tells the three above
   std::unique_ptr<ResidencyStore> store;
   double h2d_rate = 0, d2h_rate = 0, two_way_rate = 0;
 
@@ -47,6 +55,18 @@ struct Session::Impl {
   Bytes missed_room;                             // what the trainer asked for in vain since the plan was made
   Bytes hbm_peak, ddr_peak;                      // most that was held before the last reset_peaks()
   std::uint64_t step = 0;
+  bool running = false;  // between begin_step and end_step
+  StepSchedule schedule;
+  struct Awaited {
+    int offers = 0;
+    bool several = false;  // at one time: nobody knows which one is asked for
+  };
+  std::map<EntryKey, Awaited> awaited;        // offered in this step and not asked for, kept or not
+  std::uint64_t complete_steps = 0;           // with forward and backward
+  std::uint64_t measure_from = kWarmUpSteps;  // complete steps, where there is no plan
+  std::uint64_t measure_gap = 1;              // to the next try, where a measured step gave no plan
+  StepProfile::Phase window_phase = StepProfile::Phase::kBegin;
+  bool link_use_due = false;  // of the last step
   double step_started = 0;
   struct StepEvents {  // on the compute stream, of the step before until its times are known
     std::optional<Event> begun, ended;
@@ -59,7 +79,11 @@ struct Session::Impl {
   SessionCounters counters;
 
   Impl(Device& d, Options options)
-      : device(d), policy(std::move(options.policy)), compute(options.compute), job(std::move(options.job)) {}
+      : device(d),
+        policy(std::move(options.policy)),
+        compute(options.compute),
+        job(std::move(options.job)),
+        spans(options.timeline) {}
 
   // session_lease.cpp
   Status join_daemon();
@@ -78,12 +102,29 @@ struct Session::Impl {
   [[nodiscard]] bool caching() const { return policy.swapcore.mode != SwapMode::kOff; }
   [[nodiscard]] Placement placement(SiteId site) const;
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
-  void enter(StepProfile::Phase phase, int layer);
+  void enter(StepProfile::Phase phase, int layer, std::uint32_t micro_batch);
   void restore_layer(int layer, std::uint32_t micro_batch);
   void depart_planned(std::size_t moment, std::uint32_t micro_batch);
   void restore_planned(std::size_t moment, std::uint32_t micro_batch);
 
+  // session_schedule.cpp
+  Status open_clock();
+  void note_move(const CopyMove& move);
+  [[nodiscard]] std::string label_of(const EntryKey& key) const;
+  [[nodiscard]] RunTimeline::Levels levels() const;
+  void begin_schedule();
+  void end_schedule();
+  void note_deviation(std::optional<Deviation> deviation);
+  [[nodiscard]] bool offered_again(const EntryKey& entry);
+  [[nodiscard]] bool offered_several_times(const EntryKey& entry);
+  void count_fallback(FallbackReason reason);
+  void mark_window(StepProfile::Phase phase, int layer);
+  void measure_link_use();
+  void forget_step();
+
   // session_plan.cpp
+  [[nodiscard]] std::string summary() const;
+  void start_measuring(const char* why);
   Status measure_link();
   [[nodiscard]] double measure_two_ways(const Block& near, const Block& far, Event ready) const;
   void measure();

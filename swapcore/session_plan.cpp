@@ -15,6 +15,8 @@ namespace {
 // the budget is left to them.
 constexpr double kMostFragments = 0.04;
 constexpr Bytes kProbeSize = 16_MiB;
+constexpr const char* kProbe = "link probe";
+constexpr std::uint64_t kMostMeasureGap = 4096;  // steps
 
 double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / seconds; }
 
@@ -36,8 +38,9 @@ Status Session::Impl::measure_link() {
       const bool out = direction == Direction::kD2H;
       const Transfer transfer{out ? far->address : near->address, out ? near->address : far->address,
                               kProbeSize};
-      auto copy = copies->submit({.direction = direction, .after = *ready, .reason = CopyReason::kFetch},
-                                 {&transfer, 1});
+      auto copy = copies->submit(
+          {.direction = direction, .after = *ready, .reason = CopyReason::kFetch, .label = kProbe},
+          {&transfer, 1});
       status = copy ? copy->synchronize() : Status(copy.error());
       if (!status) break;
       const auto seconds = copies->seconds(*copy);
@@ -56,10 +59,12 @@ Status Session::Impl::measure_link() {
 double Session::Impl::measure_two_ways(const Block& near, const Block& far, Event ready) const {
   const Transfer out{far.address, near.address, kProbeSize};
   const Transfer in{near.address, far.address, kProbeSize};
-  auto leaving =
-      copies->submit({.direction = Direction::kD2H, .after = ready, .reason = CopyReason::kFetch}, {&out, 1});
-  auto coming =
-      copies->submit({.direction = Direction::kH2D, .after = ready, .reason = CopyReason::kFetch}, {&in, 1});
+  auto leaving = copies->submit(
+      {.direction = Direction::kD2H, .after = ready, .reason = CopyReason::kFetch, .label = kProbe},
+      {&out, 1});
+  auto coming = copies->submit(
+      {.direction = Direction::kH2D, .after = ready, .reason = CopyReason::kFetch, .label = kProbe},
+      {&in, 1});
   const bool left = leaving && leaving->synchronize().ok();
   const bool came = coming && coming->synchronize().ok();
   if (!left || !came) return 0;
@@ -76,6 +81,8 @@ void Session::Impl::measure() {
   Snapshot snapshot = profile->summarize(sites);
   profile.reset();
   if (!finished || snapshot.layers.size() < layer_sites.size()) {
+    measure_gap = std::min<std::uint64_t>(2 * measure_gap, kMostMeasureGap);
+    measure_from = complete_steps + measure_gap;
     if (measured) make_plan();  // the older measurement is better than none
     return;
   }
@@ -108,6 +115,15 @@ void Session::Impl::make_plan() {
   drift.solved_again();
   late_fetches.assign(sites.size(), 0);
   late_departures.assign(sites.size(), 0);
+  if (RunTimeline* timeline = spans.timeline()) timeline->note("plan", summary());
+}
+
+// The step that begins is measured: nothing is cached in it.
+void Session::Impl::start_measuring(const char* why) {
+  plan.reset();
+  schedule.forget();
+  profile = std::make_unique<StepProfile>(device, compute);
+  if (RunTimeline* timeline = spans.timeline()) timeline->note("measure", why);
 }
 
 void Session::Impl::begin_timing() {
@@ -144,13 +160,15 @@ std::optional<Prediction::Measured> Session::Impl::timed_step() {
 // time than those right after the plan was made.
 void Session::Impl::learn_from_the_last_step() {
   const auto last = timed_step();
-  if (!last) return;
-  drift.add(last->step_seconds, last->stall_seconds);
+  if (last) {
+    measure_link_use();
+    drift.add(last->step_seconds, last->stall_seconds);
+  }
+  if (!plan) return;
   if (drift.drifted()) {
     drift.measured_again();
-    plan.reset();
-    profile = std::make_unique<StepProfile>(device, compute);
-  } else if (const bool lacked = note_missed_room(); lacked || (drift.often_late() && note_late_trips())) {
+    start_measuring("steps have changed");
+  } else if (last && (note_missed_room() || (drift.often_late() && note_late_trips()))) {
     make_plan();
   }
 }
@@ -197,21 +215,20 @@ bool Session::Impl::rules_change() const {
          });
 }
 
-std::string Session::plan_summary() const {
-  const Impl& self = *impl_;
-  if (!self.plan) return self.caching() ? "no plan yet: the second step is measured" : "swap core is off";
+std::string Session::Impl::summary() const {
+  if (!plan) return caching() ? "no plan yet: the second step is measured" : "swap core is off";
   char text[320];
-  const Plan& plan = *self.plan;
   std::snprintf(
       text, sizeof text,
       "%d outputs in HBM (%s), %d in DDR (%s), %d computed again: %.1f of %.1f ms saved, %.1f ms a step "
       "expected",
-      plan.hbm_sites, format_bytes(plan.hbm_bytes).c_str(), plan.ddr_sites,
-      format_bytes(plan.ddr_bytes).c_str(), plan.recomputed_sites, plan.saved_seconds * 1e3,
-      (plan.saved_seconds + plan.recompute_seconds) * 1e3, plan.prediction.step_seconds * 1e3);
+      plan->hbm_sites, format_bytes(plan->hbm_bytes).c_str(), plan->ddr_sites,
+      format_bytes(plan->ddr_bytes).c_str(), plan->recomputed_sites, plan->saved_seconds * 1e3,
+      (plan->saved_seconds + plan->recompute_seconds) * 1e3, plan->prediction.step_seconds * 1e3);
   return text;
 }
 
+std::string Session::plan_summary() const { return impl_->summary(); }
 const Plan* Session::plan() const { return impl_->plan ? &*impl_->plan : nullptr; }
 const Snapshot* Session::snapshot() const { return impl_->measured ? &*impl_->measured : nullptr; }
 

@@ -25,34 +25,61 @@ Placement Session::Impl::placement(SiteId site) const {
     case RuleAction::kAuto:
       break;
   }
-  return plan ? plan->placements[site.index] : Placement::kRecompute;
+  if (!plan) return Placement::kRecompute;
+  // A step that goes another way has other windows: what travels in them might be waited for.
+  const Placement planned = plan->placements[site.index];
+  return planned == Placement::kDdr && schedule.deviated() ? Placement::kRecompute : planned;
 }
 
 void Session::begin_step() {
   Impl& self = *impl_;
+  cancel_step();
   self.step_started = seconds_of(steady_clock().now());
-  if (self.caching() && self.step == kMeasuredStep && !self.plan) {
-    self.profile = std::make_unique<StepProfile>(self.device, self.compute);
-  }
+  // What was saved outside of a step is nobody's any more.
+  self.store->drop_all(EntryKey::What::kSaved);
+  if (self.caching() && !self.plan && self.complete_steps >= self.measure_from)
+    self.start_measuring("the first steps");
   self.learn_from_the_last_step();
   if (self.rules_change() && !self.profile) self.make_plan();
+  self.running = true;
+  self.begin_schedule();
   self.hbm->take_watermark();
+  if (self.spans.watched()) self.spans.step(self.step, self.levels());
   if (self.profile) self.profile->enter(StepProfile::Phase::kBegin, 0, 0_B);
   self.begin_timing();
 }
 
-void Session::Impl::enter(StepProfile::Phase phase, int layer) {
+namespace {
+std::string name_of_position(StepProfile::Phase phase, int layer, std::uint32_t micro_batch) {
+  std::string name = phase == StepProfile::Phase::kHead ? "head" : "layer " + std::to_string(layer);
+  if (phase == StepProfile::Phase::kForward) name += " forward";
+  if (phase == StepProfile::Phase::kBackward) name += " backward";
+  return micro_batch == 0 ? name : name + ", micro-batch " + std::to_string(micro_batch);
+}
+
+StepSchedule::Pass pass_of(StepProfile::Phase phase) {
+  return phase == StepProfile::Phase::kForward ? StepSchedule::Pass::kForward
+         : phase == StepProfile::Phase::kHead  ? StepSchedule::Pass::kHead
+                                               : StepSchedule::Pass::kBackward;
+}
+}  // namespace
+
+void Session::Impl::enter(StepProfile::Phase phase, int layer, std::uint32_t micro_batch) {
   store->poll();
+  if (spans.watched()) spans.position(name_of_position(phase, layer, micro_batch), levels());
   if (profile) profile->enter(phase, layer, hbm->take_watermark());
+  if (!running || !caching()) return;
+  mark_window(phase, layer);
+  note_deviation(schedule.enter(pass_of(phase), layer, micro_batch));
 }
 
 void Session::enter_forward(int layer, std::uint32_t micro_batch) {
-  impl_->enter(StepProfile::Phase::kForward, layer);
+  impl_->enter(StepProfile::Phase::kForward, layer, micro_batch);
   impl_->depart_planned(static_cast<std::size_t>(layer), micro_batch);
 }
 
 void Session::enter_head(std::uint32_t micro_batch) {
-  impl_->enter(StepProfile::Phase::kHead, 0);
+  impl_->enter(StepProfile::Phase::kHead, 0, micro_batch);
   impl_->step_events.ddr_peak =
       std::max(impl_->step_events.ddr_peak, impl_->store->ddr_bytes(EntryKey::What::kOutput));
   const std::size_t layers = impl_->layer_sites.size();
@@ -62,7 +89,7 @@ void Session::enter_head(std::uint32_t micro_batch) {
 }
 
 void Session::enter_backward(int layer, std::uint32_t micro_batch) {
-  impl_->enter(StepProfile::Phase::kBackward, layer);
+  impl_->enter(StepProfile::Phase::kBackward, layer, micro_batch);
   const std::size_t moment = 2 * impl_->layer_sites.size() - static_cast<std::size_t>(layer);
   impl_->depart_planned(moment, micro_batch);
   impl_->restore_layer(layer - 1, micro_batch);
@@ -72,9 +99,13 @@ void Session::enter_backward(int layer, std::uint32_t micro_batch) {
 // What has left by this moment, as planned, holds no HBM from here on. What the store refuses it settles when
 // the copy is seen to have ended.
 void Session::Impl::depart_planned(std::size_t moment, std::uint32_t micro_batch) {
-  if (!plan || moment >= plan->departures.size()) return;
+  if (!plan || moment >= plan->departures.size() || schedule.deviated()) return;
   for (const SiteId site : plan->departures[moment])
     (void)store->depart(entry_of({site, micro_batch}, sites[site.index].layer));
+}
+
+void Session::enter_update() {
+  if (impl_->spans.watched()) impl_->spans.position("update", impl_->levels());
 }
 
 // Starts bringing back what the layer will ask for and the plan does not time, in the order in which it will.
@@ -90,7 +121,7 @@ void Session::Impl::restore_layer(int layer, std::uint32_t micro_batch) {
 
 // The same for what the plan brings back from this moment on.
 void Session::Impl::restore_planned(std::size_t moment, std::uint32_t micro_batch) {
-  if (!plan || moment >= plan->restores.size()) return;
+  if (!plan || moment >= plan->restores.size() || schedule.deviated()) return;
   for (const SiteId site : plan->restores[moment]) {
     const EntryKey key = entry_of({site, micro_batch}, sites[site.index].layer);
     if (store->state(key) && !store->restore(key)) return;
@@ -99,41 +130,68 @@ void Session::Impl::restore_planned(std::size_t moment, std::uint32_t micro_batc
 
 void Session::offer(const SiteKey& key, const BlockRef& output) {
   Impl& self = *impl_;
-  if (!self.caching()) return;
+  if (!self.caching() || !self.running) return;
   TERRACE_CHECK(key.site.index < self.sites.size(), "a site is declared before it is offered");
-  if (self.profile) self.profile->add_output(key.site, output->size);
+  const Bytes size = output->size;
+  if (self.profile) self.profile->add_output(key.site, size);
+  self.note_deviation(self.schedule.offer(key.site.index, key.micro_batch, size));
+  const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
+  if (self.offered_again(entry)) {
+    self.store->drop(entry);
+    return self.count_fallback(FallbackReason::kOfferedTwice);
+  }
   const Placement placement = self.placement(key.site);
   if (placement == Placement::kRecompute) return;
-  const Bytes size = output->size;
-  if (self.store->hbm_bytes() + size > self.budgets.checkpoint) return;
+  if (self.store->hbm_bytes() + size > self.budgets.checkpoint)
+    return self.count_fallback(FallbackReason::kHbmFull);
   // What travels is in HBM only on its way: its limit is DDR's.
   const bool travels = placement == Placement::kDdr;
   const Bytes held = travels ? self.store->ddr_bytes(EntryKey::What::kOutput)
                              : self.store->hbm_bytes(EntryKey::What::kOutput);
-  if (held + size > (travels ? self.budgets.swapcore_ddr : self.budgets.swapcore_hbm)) return;
-  const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
+  if (held + size > (travels ? self.budgets.swapcore_ddr : self.budgets.swapcore_hbm))
+    return self.count_fallback(travels ? FallbackReason::kDdrFull : FallbackReason::kHbmFull);
   self.store->keep(entry, output);
-  if (travels && !self.store->spill(entry)) self.store->drop(entry);
+  if (!travels) return;
+  const auto spilled = self.store->spill(entry);
+  if (spilled) return;
+  self.store->drop(entry);
+  const Errc code = spilled.error().code;
+  const bool full = code == Errc::kOutOfBudget || code == Errc::kOutOfMemory;
+  self.count_fallback(full ? FallbackReason::kDdrFull : FallbackReason::kCopyFailed);
 }
 
-BlockRef Session::fetch(const SiteKey& key) {
+namespace {
+FallbackReason reason_of(Errc refused) {
+  const bool full = refused == Errc::kOutOfBudget || refused == Errc::kOutOfMemory;
+  return full ? FallbackReason::kHbmFull : FallbackReason::kCopyFailed;
+}
+}  // namespace
+
+BlockRef Session::fetch(const SiteKey& key, std::optional<Bytes> size) {
   Impl& self = *impl_;
   if (!self.caching()) return nullptr;
   TERRACE_CHECK(key.site.index < self.sites.size(), "a site is declared before it is fetched");
   const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
-  const auto state = self.store->state(entry);
-  // Bringing it back now would make the stream wait for longer than computing takes.
-  if (!state || *state == Residency::kInDdr ||
-      self.rule_for(key.site, RulePhase::kRecompute) == RuleAction::kDiscard) {
+  const auto miss = [&](std::optional<FallbackReason> why) -> BlockRef {
     self.store->drop(entry);
+    if (why) self.count_fallback(*why);
     self.count_fetch(key.site, FetchOutcome::kMiss);
     return nullptr;
-  }
+  };
+  const auto state = self.store->state(entry);
+  if (self.offered_several_times(entry) || !state ||
+      self.rule_for(key.site, RulePhase::kRecompute) == RuleAction::kDiscard)
+    return miss({});
+  if (size && self.store->size(entry) != *size) return miss(FallbackReason::kRecomputeShape);
+  // Bringing it back now would make the stream wait for longer than computing takes.
+  if (*state == Residency::kInDdr)
+    return miss(self.schedule.deviated() ? std::nullopt : std::optional(FallbackReason::kNotBack));
+  const std::uint64_t damaged = self.store->damaged();
+  const Span span(*this, key.site, Span::How::kFetched);
   auto taken = self.store->take(entry);
   if (!taken) {
-    self.store->drop(entry);
-    self.count_fetch(key.site, FetchOutcome::kMiss);
-    return nullptr;
+    const bool changed = self.store->damaged() != damaged;
+    return miss(changed ? FallbackReason::kDamaged : reason_of(taken.error().code));
   }
   if (!taken->waited) self.count_fetch(key.site, FetchOutcome::kHit);
   return std::move(taken->block);
@@ -165,12 +223,31 @@ void Session::Impl::collect_waits() {
     if (!wait.late) continue;
     if (spill && wait.key.index < late_departures.size()) ++late_departures[wait.key.index];
     counters.stall_seconds += wait.seconds;
-    metrics().add<Metric::kStallSeconds>(spill ? StallReason::kSpillBackpressure : StallReason::kRestoreLate,
-                                         wait.seconds);
+    const StallReason reason = spill ? StallReason::kSpillBackpressure : StallReason::kRestoreLate;
+    metrics().add<Metric::kStallSeconds>(reason, wait.seconds);
+    if (RunTimeline* timeline = spans.timeline())
+      timeline->stalled(name_of(reason), wait.began, wait.seconds, label_of(wait.key));
   }
 }
 
-Session::Timing::Timing(Session& session, SiteId site) : session_(session), site_(site) {
+Session::Span::Span(Session& session, SiteId site, How how)
+    : session_(session), active_(session.impl_->spans.watched()) {
+  if (!active_) return;
+  Impl& self = *session.impl_;
+  self.spans.begin(self.sites[site.index].name, how == How::kComputed ? "computed" : "fetched");
+}
+
+Session::Span::Span(Session& session, const char* name)
+    : session_(session), active_(session.impl_->spans.watched()) {
+  if (active_) session.impl_->spans.begin(name, "");
+}
+
+Session::Span::~Span() {
+  if (active_) session_.impl_->spans.end();
+}
+
+Session::Timing::Timing(Session& session, SiteId site)
+    : session_(session), span_(session, site), site_(site) {
   Impl& self = *session.impl_;
   if (!self.profile) return;
   auto start = self.device.create_event();
@@ -222,6 +299,13 @@ Status Session::Impl::make_checkpoint_room(const SaveKey& key, Bytes size) {
 Status Session::save(const SaveKey& key, BlockRef block) {
   Impl& self = *impl_;
   const Bytes size = block->size;
+  if (self.store->state(entry_of(key))) {
+    return Error{Errc::kInvalidArgument,
+                 "layer " + std::to_string(key.layer) + " saved twice in slot " + std::to_string(key.slot) +
+                     ": load it, or end or cancel the step, before it is saved again",
+                 {},
+                 {}};
+  }
   if (auto room = self.make_checkpoint_room(key, size); !room) return room;
   self.store->keep(entry_of(key), std::move(block));
   if (self.profile)
@@ -247,12 +331,21 @@ Result<BlockRef> Session::load(const SaveKey& key) {
 
 void Session::end_step() {
   Impl& self = *impl_;
+  if (!self.running) return;
   self.store->poll();
+  self.end_schedule();
   self.store->drop_all(EntryKey::What::kOutput);
-  if (self.profile) self.measure();
+  self.store->drop_all(EntryKey::What::kSaved);
   self.end_timing();
+  if (self.profile && self.schedule.complete()) {
+    self.measure();
+    if (self.plan) self.schedule.learn();
+  }
+  self.profile.reset();  // of a step without backward: the next is measured in its place
   self.collect_waits();
   self.publish_usage();
+  self.spans.end_step();
+  self.running = false;
   metrics().add<Metric::kSteps>(1);
   metrics().add<Metric::kStepSeconds>(seconds_of(steady_clock().now()) - self.step_started);
   ++self.step;

@@ -54,6 +54,7 @@ double Evaluator::loss(Model& model, Ops& ops) {
                   .micro_batch = 0};
   const auto* ids = tokens_.as<const std::int32_t>();
   const MicroBatch batch{.ids = ids, .labels = ids + config_.tokens(), .counted = config_.tokens()};
+  const Session::Span span(session_, "evaluation");
   double sum = 0;
   for (std::int64_t i = 0; i < batches_; ++i) {
     upload_batch(i);

@@ -44,12 +44,14 @@ class ComputeStream {
   Stream stream_;
 };
 
-std::unique_ptr<Session> open_session(Device& device, const Settings& settings, Stream compute) {
+std::unique_ptr<Session> open_session(Device& device, const Settings& settings, Stream compute,
+                                      RunTimeline* timeline) {
   Session::Options options;
   options.policy = policy_of(settings);
   const char* job = std::getenv("TERRACE_JOB");
   options.job = job != nullptr && *job != '\0' ? job : "moe_trainer";
   options.compute = compute;
+  options.timeline = timeline;
   return require(Session::open(device, std::move(options)));
 }
 
@@ -132,7 +134,7 @@ int run_parity(const Settings& settings) {
   const Parity parity = Parity::open(settings.model);
   const auto device = open_training_device(settings, parity.config());
   const ComputeStream compute(*device);
-  const auto session = open_session(*device, settings, compute.get());
+  const auto session = open_session(*device, settings, compute.get(), nullptr);
   const ParityReport report = parity.run(*session);
   if (settings.json_to_stdout) {
     std::printf("%s\n", json_text(report, device->info().kind).c_str());
@@ -158,6 +160,7 @@ int run(const Settings& settings) {
   (void)policy_of(settings);
   check_writable(settings.checkpoint);
   check_writable(settings.json);
+  check_writable(settings.trace);
   if (!settings.resume.empty()) {
     const CheckpointInfo info = read_checkpoint_info(settings.resume);
     if (!settings.seed) options.seed = info.seed;
@@ -181,7 +184,9 @@ int run(const Settings& settings) {
 
   const auto device = open_training_device(settings, options.config);
   const ComputeStream compute(*device);
-  const auto session = open_session(*device, settings, compute.get());
+  const std::unique_ptr<RunTimeline> timeline =
+      settings.trace.empty() ? nullptr : require(RunTimeline::create(*device, compute.get(), settings.trace));
+  const auto session = open_session(*device, settings, compute.get(), timeline.get());
   Trainer trainer(*session, corpus, options);
   if (!settings.resume.empty()) trainer.resume(settings.resume);
   std::optional<Evaluator> evaluator;
@@ -199,6 +204,7 @@ int run(const Settings& settings) {
     throw;
   }
   if (!settings.json.empty()) write_report(settings.json, record, *session);
+  if (timeline != nullptr) require(timeline->status());
   print_summary(trainer, record, *session, settings);
   return stop_signal() == 0 ? 0 : 128 + stop_signal();
 }

@@ -90,6 +90,26 @@ nlohmann::ordered_json json_of(const Snapshot& snapshot, const Session& session)
   return json;
 }
 
+// Of the bytes that the link could have carried in its windows, by direction; null where no step was timed.
+nlohmann::ordered_json json_of(const LinkUse::Ways& windows) {
+  nlohmann::ordered_json json;
+  for (const Direction direction : {Direction::kD2H, Direction::kH2D}) {
+    const LinkUse::Way& way = windows[static_cast<std::size_t>(direction)];
+    auto& share = json[name_of(direction)];
+    if (way.capacity > 0_B)
+      share = static_cast<double>(way.moved.count()) / static_cast<double>(way.capacity.count());
+  }
+  return json;
+}
+
+// By reason, those that happened.
+nlohmann::ordered_json json_of(const std::array<std::uint64_t, kFallbackReasonCount>& fallbacks) {
+  auto json = nlohmann::ordered_json::object();
+  for (std::size_t i = 0; i < fallbacks.size(); ++i)
+    if (fallbacks[i] > 0) json[name_of(static_cast<FallbackReason>(i))] = fallbacks[i];
+  return json;
+}
+
 void add_plan(nlohmann::ordered_json& report, const Session& session) {
   report["plan"] = session.plan_summary();
   if (const Plan* plan = session.plan()) {
@@ -98,7 +118,7 @@ void add_plan(nlohmann::ordered_json& report, const Session& session) {
     report["predicted_stall_ms"] = prediction.stall_seconds * 1e3;
     report["predicted_hbm_peak"] = prediction.hbm_peak.count();
     report["predicted_ddr_peak"] = prediction.ddr_peak.count();
-    report["link_window_used"] = prediction.link_window_used;
+    report["predicted_link_window_used"] = prediction.link_window_used;
   }
   if (const auto error = session.prediction_error()) {
     report["prediction_error"] = {{"step_share", error->step_share},
@@ -149,6 +169,8 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
   report["spilled_bytes"] = counters.spilled.count();
   report["restored_bytes"] = counters.restored.count();
   report["stall_seconds"] = counters.stall_seconds;
+  report["fallbacks"] = json_of(counters.fallbacks);
+  report["link_window_used"] = json_of(counters.link_windows);
   report["losses"] = record.losses;
   auto& hex = report["losses_hex"] = nlohmann::ordered_json::array();
   for (const float loss : record.losses) hex.push_back(hex_of(loss));

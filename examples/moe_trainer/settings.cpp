@@ -58,6 +58,8 @@ void declare(CLI::App& app, Settings& settings, Texts& texts) {
       ->check(CLI::PositiveNumber);
   app.add_option("--seed", settings.seed, "Of weights and data order (default 1)");
   app.add_option("--json", settings.json, "Write the result here");
+  app.add_option("--trace", settings.trace,
+                 "Write a timeline of the run here, for chrome://tracing or ui.perfetto.dev");
   app.add_option("--recompute", texts.recompute, "none or full: how activations are kept")
       ->check(CLI::IsMember({"none", "full"}));
   app.add_option("--swapcore", texts.swapcore, "off or auto; overrides the policy")

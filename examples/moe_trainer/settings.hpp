@@ -29,6 +29,7 @@ struct Settings {
   std::optional<Recompute> recompute;
   std::optional<SwapMode> swapcore;
   std::string json;
+  std::string trace;  // file of the timeline; empty: none
   std::string checkpoint;
   std::string resume;
   std::int64_t save_every = 0;

@@ -88,6 +88,15 @@ MicroBatch Trainer::micro_batch(std::uint32_t index) const {
 }
 
 float Trainer::step() {
+  try {
+    return take_step();
+  } catch (...) {
+    session_.cancel_step();  // what it kept is given back
+    throw;
+  }
+}
+
+float Trainer::take_step() {
   const bool warm_up = steps_done_ < config().dsa.warmup_steps;
   if (!warm_up) session_.begin_step();  // else there is nothing to keep, and nothing to learn for a plan
   upload_batch();
@@ -108,6 +117,7 @@ float Trainer::step() {
       model_->train(pass, micro_batch(i), loss_sum_.f32());
     }
   }
+  session_.enter_update();
   ++steps_done_;
   const std::int64_t of_model = std::max<std::int64_t>(0, steps_done_ - config().dsa.warmup_steps);
   optimizer_->step(session_, *ops_, model_->groups(), {.model = of_model, .indexers = steps_done_});

@@ -26,7 +26,7 @@ class Trainer {
     Config config;
     std::uint64_t seed = 1;
     const ModelFolder* model =
-        nullptr;  // where the weights come from; null: from the seed. Outlives the trainer
+        nullptr;            // where the weights come from; null: from the seed. Outlives the trainer
     std::string base = {};  // a checkpoint: the frozen model under adapters; empty: that of seed or model
     const ImageSource* images = nullptr;  // in the corpus' place where the configuration has [images]; so too
   };
@@ -59,6 +59,7 @@ class Trainer {
   [[nodiscard]] Memory& memory() { return memory_; }
 
  private:
+  [[nodiscard]] float take_step();
   void upload_batch();
   [[nodiscard]] MicroBatch micro_batch(std::uint32_t index) const;
   [[nodiscard]] float wait_for_loss();

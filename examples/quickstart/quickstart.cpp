@@ -26,8 +26,13 @@ int main() {
       output.reset();  // from here on Terrace decides: keep it, move it to host memory, or drop it
       terrace.enter_head();
       terrace.enter_backward(0);
-      std::printf("step %d: %s\n", step,
-                  terrace.fetch({fc1}) ? "kept: use it" : "not kept: compute it again");
+      output = terrace.fetch({fc1}, 64_MiB);
+      std::printf("step %d: %s\n", step, output ? "kept: use it" : "not kept: compute it again");
+      if (!output) {
+        output = terrace.allocate(64_MiB, Pool::kActivation).value();
+        if (!(*device)->fill(*stream, output->address, 7, output->size).ok()) return 1;
+      }
+      output.reset();
       terrace.end_step();
     }
     std::printf("%s, peak %s\n", terrace.plan_summary().c_str(),

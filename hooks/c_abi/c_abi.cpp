@@ -225,7 +225,10 @@ terrace_result terrace_declare_site(terrace_session* session, const terrace_site
 }
 
 terrace_result terrace_begin_step(terrace_session* session) {
-  return on_session(session, [](Session& s) { s.begin_step(); });
+  return on_session(session, [&](Session& s) {
+    session->offered.clear();
+    s.begin_step();
+  });
 }
 terrace_result terrace_enter_forward(terrace_session* session, int32_t layer, uint32_t micro_batch) {
   if (!is_layer(layer)) return bad_layer();

@@ -113,6 +113,7 @@ TERRACE_API void terrace_release(terrace_block* block);
 TERRACE_API terrace_result terrace_declare_site(terrace_session* session, const terrace_site_spec* spec,
                                                 uint32_t* site);
 
+/* Gives up on a step that was begun and not ended, with all that was offered in it. */
 TERRACE_API terrace_result terrace_begin_step(terrace_session* session);
 TERRACE_API terrace_result terrace_enter_forward(terrace_session* session, int32_t layer,
                                                  uint32_t micro_batch);
@@ -122,10 +123,11 @@ TERRACE_API terrace_result terrace_enter_backward(terrace_session* session, int3
 TERRACE_API terrace_result terrace_end_step(terrace_session* session);
 
 /* Forward: a site's output, computed on the session's stream and never written again. The hold stays the
- * caller's, to be released as usual. */
+ * caller's, to be released as usual. Outside of a step nothing is kept. */
 TERRACE_API terrace_result terrace_offer(terrace_session* session, terrace_key key,
                                          const terrace_block* output);
-/* Recompute: a hold on the bytes that were offered, ready on the stream; null: a miss, so compute it. */
+/* Recompute: a hold on the bytes that were offered, ready on the stream; null: a miss, so compute it. Where
+ * shapes may have changed since, compare terrace_block_bytes. */
 TERRACE_API terrace_result terrace_fetch(terrace_session* session, terrace_key key, terrace_block** output);
 
 /* Fills what counters->struct_size covers. */

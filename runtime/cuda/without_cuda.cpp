@@ -1,5 +1,6 @@
 // The cuda device of a build without the CUDA headers: there is none, and it says so.
 #include "runtime/device.hpp"
+#include "runtime/profiler_ranges.hpp"
 
 namespace terrace {
 
@@ -10,5 +11,9 @@ Result<std::unique_ptr<Device>> open_cuda_device(DeviceId id) {
 }
 
 bool cuda_available() { return false; }
+
+bool profiler_listens() { return false; }
+void push_profiler_range(const char*) {}
+void pop_profiler_range() {}
 
 }  // namespace terrace

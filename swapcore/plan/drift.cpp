@@ -16,10 +16,11 @@ constexpr int kMostPatience = 4096;
 
 void DriftWatch::add(double seconds, double late_seconds) {
   ++steps_;
+  deviated_ = 0;
   seconds_ += seconds;
   late_ += late_seconds;
-  if (steps_ <= kReferenceSteps) {
-    reference_ = steps_ == 1 ? seconds : std::min(reference_, seconds);
+  if (timed_ < kReferenceSteps) {
+    reference_ = timed_++ == 0 ? seconds : std::min(reference_, seconds);
     return;
   }
   const int direction = seconds > reference_ * (1 + kDrift)   ? 1
@@ -29,7 +30,14 @@ void DriftWatch::add(double seconds, double late_seconds) {
   direction_ = direction;
 }
 
-bool DriftWatch::drifted() const { return steps_ >= patience_ && beyond_ >= kInARow; }
+void DriftWatch::add_deviated() {
+  ++steps_;
+  ++deviated_;
+}
+
+bool DriftWatch::drifted() const {
+  return steps_ >= patience_ && (beyond_ >= kInARow || deviated_ >= kInARow);
+}
 
 bool DriftWatch::often_late() const { return steps_ >= kStepsUntilLate && late_ > kLateShare * seconds_; }
 
@@ -40,7 +48,7 @@ void DriftWatch::measured_again() {
 
 void DriftWatch::solved_again() {
   reference_ = seconds_ = late_ = 0;
-  steps_ = beyond_ = direction_ = 0;
+  steps_ = timed_ = beyond_ = deviated_ = direction_ = 0;
 }
 
 }  // namespace terrace

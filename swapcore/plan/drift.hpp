@@ -7,6 +7,8 @@ class DriftWatch {
  public:
   // A step by the plan took so long, of which `late_seconds` waiting for restores. Called in order of steps.
   void add(double seconds, double late_seconds);
+  // A step with forward and backward went another way than the plan's: its time tells nothing.
+  void add_deviated();
 
   // The steps have changed for good: measure again. Asked more and more seldom, so that a job whose steps
   // never settle is not measured all the time.
@@ -20,8 +22,10 @@ class DriftWatch {
  private:
   double reference_ = 0;  // the shortest of the first steps by this plan
   double seconds_ = 0, late_ = 0;
-  int steps_ = 0;      // by this plan
+  int steps_ = 0;      // since this plan
+  int timed_ = 0;      // of them, in the reference
   int beyond_ = 0;     // the last so many were shorter, or longer, by more than a tenth
+  int deviated_ = 0;   // the last so many
   int direction_ = 0;  // 1: longer, -1: shorter
   int patience_ = 8;   // steps before it may ask
 };

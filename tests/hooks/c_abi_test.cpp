@@ -124,6 +124,17 @@ TEST_F(CAbi, AnOutputIsOfferedOnceAStep) {
   terrace_release(held);
 }
 
+TEST_F(CAbi, AStepThatNeverEndedIsGivenUpByTheNext) {
+  const std::uint32_t fc1 = site("layer.0.fc1", 0);
+  terrace_block* held = block(kMiB);
+  for (int step = 0; step < 3; ++step) {
+    ASSERT_EQ(terrace_begin_step(session_), TERRACE_OK);
+    ASSERT_EQ(terrace_enter_forward(session_, 0, 0), TERRACE_OK);
+    EXPECT_EQ(terrace_offer(session_, {fc1, 0}, held), TERRACE_OK);
+  }
+  terrace_release(held);
+}
+
 TEST_F(CAbi, ItDoesNotCloseUnderHeldBlocks) {
   terrace_block* held = block(kMiB);
   EXPECT_EQ(terrace_close(session_), TERRACE_INVALID_ARGUMENT);

@@ -13,7 +13,7 @@ namespace terrace {
 namespace {
 
 // So that some copies are held back.
-constexpr CopyEngine::Options kSmallChunks{.chunk = 16_KiB, .window = 32_KiB};
+const CopyEngine::Options kSmallChunks{.chunk = 16_KiB, .window = 32_KiB};
 
 class Schedule {
  public:

@@ -172,7 +172,7 @@ TEST(Residency, WhatWasRestoredAheadOfUseGivesItsHbmBack) {
 }
 
 // Copies go out 64 KiB at a time, two at once: the third piece is sent, and here refused, after submit().
-constexpr CopyEngine::Options kSmallChunks{.chunk = 64_KiB, .window = 128_KiB};
+const CopyEngine::Options kSmallChunks{.chunk = 64_KiB, .window = 128_KiB};
 constexpr FaultPlan kThirdPieceFails = fail_call(FaultPoint::kDeviceCopy, 3);
 
 TEST(Residency, ASpillThatFailsOnItsWayLeavesTheEntryInHbm) {

@@ -38,7 +38,13 @@ Address in_ddr(Tiers& tiers, const EntryKey& entry, std::uint8_t value) {
 }
 
 // The first look happens beside the test, which must not change the bytes before it.
-void let_it_look() { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }
+void let_it_look(Tiers& tiers, const EntryKey& entry) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!tiers.store->looked_at(entry)) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "nobody looks";
+    std::this_thread::yield();
+  }
+}
 
 TEST(ResidencyVerify, BytesThatStayAreHandedOut) {
   Tiers tiers({.verify = Verify::kAlways});
@@ -56,7 +62,7 @@ TEST(ResidencyVerify, AFlippedByteIsNeverHandedOut) {
   for (const auto what : {EntryKey::What::kOutput, EntryKey::What::kSaved}) {
     Tiers tiers({.verify = Verify::kAlways});
     const Address place = in_ddr(tiers, key(7, what), 41);
-    let_it_look();
+    let_it_look(tiers, key(7, what));
     place[12345] ^= std::byte{1};
     ASSERT_TRUE(tiers.store->restore(key(7, what)));
     const auto taken = tiers.store->take(key(7, what));
@@ -72,7 +78,7 @@ TEST(ResidencyVerify, AFlippedByteIsNeverHandedOut) {
 TEST(ResidencyVerify, ARestoreThatHasEndedKeepsItsVerdict) {
   Tiers tiers({.verify = Verify::kAlways});
   const Address place = in_ddr(tiers, key(2), 42);
-  let_it_look();
+  let_it_look(tiers, key(2));
   place[0] ^= std::byte{0x80};
   ASSERT_TRUE(tiers.store->restore(key(2)));
   while (tiers.store->state(key(2)) == Residency::kArriving) ASSERT_TRUE(tiers.store->restore(key(2)));

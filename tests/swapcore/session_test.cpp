@@ -225,6 +225,7 @@ TEST_F(SessionTest, CachedOutputsMakeWayForSavedActivationsUnlessThePolicySaysFa
     sites_.clear();
     session_.reset();
     open();
+    session_->begin_step();
     session_->offer({sites_[0]}, compute_output(0));
     ASSERT_TRUE(session_->save({.layer = 0}, compute_output(0)));
     EXPECT_EQ(session_->save({.layer = 1}, compute_output(1)).ok(), contingency != Contingency::kFail);

@@ -189,6 +189,33 @@ TEST(Drift, AsksAfterALastingChangeAndMoreSeldomEachTime) {
   EXPECT_EQ(steps_until_asked(0.8), -1) << "that is how long they take now";
 }
 
+TEST(Drift, StepsThatGoAnotherWayCountOnlyInARow) {
+  DriftWatch watch;
+  for (int i = 0; i < 12; ++i) {
+    watch.add(1, 0);
+    watch.add_deviated();
+    watch.add_deviated();
+    EXPECT_FALSE(watch.drifted()) << "two, and then one that goes as planned";
+  }
+  watch.add_deviated();
+  EXPECT_TRUE(watch.drifted());
+  watch.measured_again();
+  for (int i = 0; i < 15; ++i) watch.add_deviated();
+  EXPECT_FALSE(watch.drifted()) << "patience has doubled";
+  watch.add_deviated();
+  EXPECT_TRUE(watch.drifted());
+}
+
+TEST(Drift, TheReferenceIsOfStepsThatWentAsPlanned) {
+  DriftWatch watch;
+  for (int i = 0; i < 6; ++i) watch.add_deviated();
+  for (int i = 0; i < 3; ++i) watch.add(1, 0);
+  for (int i = 0; i < 8; ++i) watch.add(1.05, 0);
+  EXPECT_FALSE(watch.drifted());
+  for (int i = 0; i < 3; ++i) watch.add(1.2, 0);
+  EXPECT_TRUE(watch.drifted());
+}
+
 TEST(Drift, LateRestoresAreCountedAgainstTheStepsTime) {
   DriftWatch watch;
   for (int i = 0; i < 10; ++i) watch.add(1, 0.004);

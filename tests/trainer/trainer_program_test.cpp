@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -12,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/paths.hpp"
@@ -214,6 +216,103 @@ TEST_F(TrainerProgram, AFolderThatIsNotThereIsFoundBeforeTraining) {
   expect_refused(tiny({"--steps", "100000", "--checkpoint", file("nowhere/run.safetensors")}), 2,
                  "cannot write");
   expect_refused(tiny({"--steps", "100000", "--json", file("nowhere/run.json")}), 2, "cannot write");
+}
+
+// The events of a trace, each of one kind, where `wanted` says so.
+template <typename Wanted>
+std::vector<nlohmann::json> events_of(const nlohmann::json& trace, Wanted&& wanted) {
+  std::vector<nlohmann::json> found;
+  for (const nlohmann::json& event : trace["traceEvents"])
+    if (wanted(event)) found.push_back(event);
+  return found;
+}
+
+// Every span of a row lies inside of, or beside, every other.
+void expect_nested(std::vector<nlohmann::json> spans) {
+  std::stable_sort(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
+    return std::pair(a["ts"].template get<double>(), -a["dur"].template get<double>()) <
+           std::pair(b["ts"].template get<double>(), -b["dur"].template get<double>());
+  });
+  constexpr double kRounding = 0.0021;  // microseconds
+  std::vector<double> ends;
+  for (const nlohmann::json& span : spans) {
+    const double start = span["ts"], end = start + span["dur"].get<double>();
+    while (!ends.empty() && ends.back() <= start + kRounding) ends.pop_back();
+    if (!ends.empty()) {
+      EXPECT_LE(end, ends.back() + kRounding) << span;
+    }
+    ends.push_back(end);
+  }
+}
+
+TEST_F(TrainerProgram, TracesWhatItDidAndChangesNoBit) {
+  std::ofstream(folder_ / "ddr.toml") << "[[swapcore.rule]]\nmatch = \"*.moe.*\"\naction = \"ddr\"\n";
+  const std::vector<std::string> job = {"--steps",        "5",     "--recompute", "full", "--policy",
+                                        file("ddr.toml"), "--json"};
+  std::vector<std::string> plain = job, traced = job;
+  plain.push_back(file("plain.json"));
+  traced.insert(traced.end(), {file("traced.json"), "--trace", file("trace.json")});
+  ASSERT_EQ(run(tiny(plain)).exit_code, 0);
+  const Ended ended = run(tiny(traced));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json report = result("traced.json"), trace = result("trace.json");
+  EXPECT_EQ(report["losses_hex"], result("plain.json")["losses_hex"]);
+  EXPECT_EQ(trace["otherData"]["dropped_events"], 0);
+
+  const auto is_span = [](const nlohmann::json& event) { return event["ph"] == "X"; };
+  const auto on_compute = [&](const nlohmann::json& e) { return is_span(e) && e["tid"] == 1; };
+  expect_nested(events_of(trace, on_compute));
+  const auto named = [&](const std::string& name) {
+    return events_of(trace, [&](const auto& e) { return on_compute(e) && e["name"] == name; }).size();
+  };
+  for (int step = 0; step < 5; ++step) EXPECT_EQ(named("step " + std::to_string(step)), 1U);
+  EXPECT_EQ(named("head"), 5U);
+  EXPECT_EQ(named("head, micro-batch 1"), 5U);
+  EXPECT_EQ(named("layer 0 forward"), 5U);
+  EXPECT_EQ(named("layer 0 backward"), 5U);
+  EXPECT_EQ(named("update"), 5U);
+  const auto how = [&](const char* way) {
+    return events_of(trace,
+                     [&](const auto& e) { return on_compute(e) && e["args"].value("how", "") == way; });
+  };
+  EXPECT_EQ(how("fetched").size(),
+            report["cache_hits"].get<std::size_t>() + report["cache_late"].get<std::size_t>());
+  EXPECT_GT(how("computed").size(), report["cache_misses"].get<std::size_t>());
+
+  const auto bytes_of = [&](const std::vector<std::string>& reasons) {
+    std::uint64_t bytes = 0;
+    for (const auto& copy : events_of(trace, is_span)) {
+      const bool probe = copy["args"].value("what", "") == "link probe";
+      if (!probe && std::count(reasons.begin(), reasons.end(), copy["name"]) > 0)
+        bytes += copy["args"]["bytes"].get<std::uint64_t>();
+    }
+    return bytes;
+  };
+  EXPECT_GT(report["spilled_bytes"].get<std::uint64_t>(), 0U);
+  EXPECT_EQ(bytes_of({"spill", "offload"}), report["spilled_bytes"].get<std::uint64_t>());
+  EXPECT_EQ(bytes_of({"restore", "fetch"}), report["restored_bytes"].get<std::uint64_t>());
+  double stalled = 0;
+  for (const auto& stall : events_of(trace, [&](const auto& e) { return is_span(e) && e["tid"] == 4; }))
+    stalled += stall["dur"].get<double>() * 1e-6;
+  EXPECT_NEAR(stalled, report["stall_seconds"].get<double>(), 1e-6);
+  EXPECT_GE(events_of(trace, [](const auto& e) { return e["name"] == "plan"; }).size(), 1U);
+  EXPECT_GT(events_of(trace, [](const auto& e) { return e["ph"] == "C" && e["name"] == "HBM"; }).size(), 50U);
+}
+
+TEST_F(TrainerProgram, ATraceOfAKilledRunIsWhole) {
+  for (const int signal : {SIGTERM, SIGKILL}) {
+    fs::remove(folder_ / "run.safetensors");
+    const pid_t child = start(tiny({"--steps", "100000", "--trace", file("trace.json"), "--checkpoint",
+                                    file("run.safetensors"), "--save-every", "2"}));
+    while (!fs::exists(folder_ / "run.safetensors")) {
+      ASSERT_EQ(waitpid(child, nullptr, WNOHANG), 0) << contents(file("err"));
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    kill(child, signal);
+    EXPECT_EQ(wait_for(child).exit_code, 128 + signal);
+    EXPECT_GE(result("trace.json")["traceEvents"].size(), 20U);
+  }
+  expect_refused(tiny({"--trace", file("nowhere/trace.json")}), 2, "nowhere");
 }
 
 TEST_F(TrainerProgram, StopsForASignalAndSaves) {

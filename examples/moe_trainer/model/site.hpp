@@ -33,12 +33,15 @@ template <typename Compute>
                                  Compute&& compute) {
   const SiteKey key{site, pass.micro_batch};
   if (pass.phase == Phase::kRecompute) {
-    if (BlockRef kept = pass.session.fetch(key)) {
+    const Tensor wanted{
+        .block = nullptr, .at = nullptr, .rows = shape.rows, .width = shape.width, .dtype = shape.dtype};
+    if (BlockRef kept = pass.session.fetch(key, wanted.bytes())) {
       return Tensor::over(std::move(kept), shape.rows, shape.width, shape.dtype);
     }
   }
   Tensor out = pass.memory.tensor(shape.rows, shape.width, Pool::kActivation, shape.dtype);
   if (pass.recompute == Recompute::kNone) {
+    const Session::Span span(pass.session, site);
     compute(out);
     return out;
   }
