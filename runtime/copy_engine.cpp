@@ -25,6 +25,10 @@ const char* name_of(CopyReason reason) {
       return "offload";
     case CopyReason::kFetch:
       return "fetch";
+    case CopyReason::kExpert:
+      return "expert";
+    case CopyReason::kOptimizer:
+      return "optimizer";
   }
   return "unknown";
 }

@@ -26,8 +26,8 @@
 namespace terrace {
 
 // Why bytes move; a label in the metrics.
-enum class CopyReason : std::uint8_t { kSpill = 0, kRestore = 1, kOffload = 2, kFetch = 3 };
-inline constexpr int kCopyReasonCount = 4;
+enum class CopyReason : std::uint8_t { kSpill = 0, kRestore, kOffload, kFetch, kExpert, kOptimizer };
+inline constexpr int kCopyReasonCount = 6;
 [[nodiscard]] const char* name_of(CopyReason reason);
 
 enum class CopyPriority : std::uint8_t { kUrgent, kBackground };

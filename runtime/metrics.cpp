@@ -27,7 +27,7 @@ const char* label_value<Direction>(std::size_t index) {
 }
 template <>
 const char* label_value<CopyReason>(std::size_t index) {
-  constexpr std::array kNames = {"spill", "restore", "offload", "fetch"};
+  constexpr std::array kNames = {"spill", "restore", "offload", "fetch", "expert", "optimizer"};
   static_assert(kNames.size() == kCopyReasonCount);
   return kNames[index];
 }
@@ -155,6 +155,10 @@ const char* name_of(StallReason reason) {
       return "budget";
     case StallReason::kDaemon:
       return "daemon";
+    case StallReason::kExpertLate:
+      return "expert_late";
+    case StallReason::kOptimizerLate:
+      return "optimizer_late";
   }
   return "?";
 }

@@ -36,7 +36,14 @@ namespace terrace {
 // Kinds of site; the same order as the sites of Swap Core, a layer above.
 enum class MetricKind : std::uint8_t { kMatmul = 0, kGmm = 1, kAttention = 2, kScan = 3 };
 enum class FetchOutcome : std::uint8_t { kHit = 0, kMiss = 1, kLate = 2 };
-enum class StallReason : std::uint8_t { kRestoreLate = 0, kSpillBackpressure = 1, kBudget = 2, kDaemon = 3 };
+enum class StallReason : std::uint8_t {
+  kRestoreLate = 0,
+  kSpillBackpressure,
+  kBudget,
+  kDaemon,
+  kExpertLate,
+  kOptimizerLate
+};
 enum class CallGroup : std::uint8_t { kAllocate = 0, kFree, kCopy, kLaunch, kQuery, kMap, kShare, kOther };
 // Why Swap Core went another way than planned. The first five are of a step, whose rest is computed again
 // where it would have travelled; the others are of one output, which is computed again.
@@ -83,7 +90,7 @@ TERRACE_LABEL(Direction, "direction", kDirectionCount)
 TERRACE_LABEL(CopyReason, "reason", kCopyReasonCount)
 TERRACE_LABEL(MetricKind, "kind", 4)
 TERRACE_LABEL(FetchOutcome, "outcome", 3)
-TERRACE_LABEL(StallReason, "reason", 4)
+TERRACE_LABEL(StallReason, "reason", 6)
 TERRACE_LABEL(CallGroup, "call_group", 8)
 TERRACE_LABEL(FallbackReason, "reason", kFallbackReasonCount)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)

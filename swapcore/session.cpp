@@ -53,6 +53,7 @@ Session::~Session() {
   impl_->profile.reset();
   impl_->forget_timing();
   if (impl_->store != nullptr) impl_->collect_waits();
+  impl_->waits.clear();
   impl_->store.reset();
   impl_->hbm.reset();
   impl_->ddr.reset();

@@ -33,6 +33,7 @@
 #include "swapcore/policy/policy.hpp"
 #include "swapcore/residency.hpp"
 #include "swapcore/site.hpp"
+#include "swapcore/streamed/slot_ring.hpp"
 
 namespace terrace {
 
@@ -74,6 +75,23 @@ class Session {
   // checkpoint.contingency), and only then answers kOutOfBudget; its text says how many bytes were missing,
   // for what, and which policy lines would help.
   [[nodiscard]] Result<BlockRef> allocate(Bytes size, Pool pool);
+
+  // Pinned host memory for what lasts and lives there. Errors: kOutOfBudget, kOutOfMemory, as DdrPool says.
+  [[nodiscard]] Result<BlockRef> allocate_host(Bytes size, Pool pool);
+  struct RingOptions {
+    Bytes slot;     // bytes of each
+    int slots = 1;  // how many
+    Pool pool = Pool::kScratch;
+    Stream user;
+    CopyReason reason = CopyReason::kFetch;
+  };
+  // A ring of slots in HBM, which goes before the session and before its items' homes. Errors: as of
+  // allocate(), what the device said.
+  [[nodiscard]] Result<std::unique_ptr<SlotRing>> open_ring(const RingOptions& options);
+  // The compute stream waits for the event, and how long is counted under the reason.
+  [[nodiscard]] Status wait_for(Event event, StallReason reason);
+  // Time that the compute stream waited elsewhere, under its reason.
+  void count_stall(StallReason reason, double seconds);
 
   [[nodiscard]] SiteId declare(const SiteSpec& site);
   [[nodiscard]] const SiteSpec& site(SiteId id) const;  // as declared

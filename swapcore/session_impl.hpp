@@ -43,6 +43,7 @@ struct Session::Impl {
   std::unique_ptr<LinkUse> link_use;       // null: swap core is off
   std::unique_ptr<CopyEngine> copies;      // tells the three above
   std::unique_ptr<ResidencyStore> store;
+  std::map<StallReason, std::unique_ptr<WaitProbes>> waits;  // of wait_for()
   double h2d_rate = 0, d2h_rate = 0, two_way_rate = 0;
 
   std::vector<SiteSpec> sites;
@@ -140,6 +141,7 @@ struct Session::Impl {
   [[nodiscard]] bool rules_change() const;
   void count_fetch(SiteId site, FetchOutcome outcome);
   void collect_waits();
+  void count_stall(StallReason reason, double seconds);
   Status make_checkpoint_room(const SaveKey& key, Bytes size);
 };
 

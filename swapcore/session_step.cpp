@@ -215,6 +215,7 @@ void Session::Impl::count_fetch(SiteId site, FetchOutcome outcome) {
 }
 
 void Session::Impl::collect_waits() {
+  for (const auto& [reason, probes] : waits) count_stall(reason, probes->collect());
   for (const ResidencyStore::Wait& wait : store->collect_waits()) {
     const bool spill = wait.direction == Direction::kD2H;
     if (!spill && wait.key.what == EntryKey::What::kOutput) {

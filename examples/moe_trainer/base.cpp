@@ -24,7 +24,7 @@ constexpr std::array<std::string_view, 6> kOfTraining = {"dsa.index_loss_weight"
                                                          "moe.compute",           "moe.sequence_loss_weight"};
 
 bool is_frozen(const NamedArray& array) {
-  return array.parameter == nullptr || array.parameter->m == nullptr;
+  return array.parameter == nullptr || !array.parameter->trained();
 }
 
 // Canonical text by key.
@@ -93,23 +93,36 @@ void load_base(const std::string& path, const Config& config, Session& session, 
 }
 
 std::uint64_t base_fingerprint(Session& session, const Model& model) {
+  require(session.device().synchronize(session.compute()));  // what lives in DDR came there in its order
   std::uint64_t hash = hash_text("");
   for (const NamedArray& array : model.arrays()) {
     if (!is_frozen(array)) continue;
     hash = hash_text(array.name, hash);
     const std::int64_t count = array.parameter != nullptr ? array.parameter->count() : array.shape.front();
-    const auto add = [&](const auto* from, std::int64_t numbers) {
+    // Where it is: on the device, or in DDR.
+    const auto add = [&](const auto* from, const auto* home, std::int64_t numbers) {
+      if (home != nullptr) {
+        hash = hash_text({reinterpret_cast<const char*>(home), static_cast<std::size_t>(numbers) * sizeof *home},
+                         hash);
+        return;
+      }
       const std::vector<std::byte> bytes = download_bytes(session, reinterpret_cast<const std::byte*>(from),
                                                           static_cast<std::size_t>(numbers) * sizeof *from);
       hash = hash_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, hash);
     };
-    if (array.value != nullptr) {
-      add(array.value, count);
-    } else if (array.parameter->in_blocks()) {
-      add(array.parameter->block_numbers, count);
-      add(array.parameter->block_scale, array.parameter->scale_count());
+    const float* const nowhere = nullptr;
+    if (array.parameter == nullptr) {
+      add(array.value, nowhere, count);
+      continue;
+    }
+    const Parameter& p = *array.parameter;
+    if (p.in_blocks()) {
+      add(p.block_numbers, p.home.block_numbers, count);
+      add(p.block_scale, p.home.block_scale, p.scale_count());
+    } else if (p.value != nullptr || p.home.value != nullptr) {
+      add(p.value, p.home.value, count);
     } else {
-      add(array.parameter->copy, count);
+      add(p.copy, p.home.copy, count);
     }
   }
   return hash;

@@ -91,6 +91,10 @@ void write_checkpoint(const std::string& path, const CheckpointInfo& info,
   if (!writer.ok()) written(writer.error());
   for (const CheckpointTensor& tensor : tensors) {
     const auto* from = reinterpret_cast<const std::byte*>(tensor.device);
+    if (from == nullptr) {
+      written(writer->append({reinterpret_cast<const std::byte*>(tensor.host), tensor.bytes().count()}));
+      continue;
+    }
     in_pieces(tensor.bytes(), [&](Bytes at, Bytes size) {
       require(device.copy(session.compute(), Direction::kD2H, staging.address(), from + at.count(), size));
       require(device.synchronize(session.compute()));
@@ -125,6 +129,10 @@ void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor
   for (const CheckpointTensor& tensor : tensors) {
     const TensorInfo& info = found(reader, path, tensor.name, tensor.shape);
     auto* to = reinterpret_cast<Address>(tensor.device);
+    if (to == nullptr) {
+      require(reader.read(info, {}, {reinterpret_cast<std::byte*>(tensor.host), tensor.bytes().count()}));
+      continue;
+    }
     in_pieces(tensor.bytes(), [&](Bytes at, Bytes size) {
       require(reader.read(info, at, staging.as<std::byte>().first(size.count())));
       require(device.copy(session.compute(), Direction::kH2D, to + at.count(), staging.address(), size));

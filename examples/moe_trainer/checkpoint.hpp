@@ -23,11 +23,12 @@ struct CheckpointInfo {
   std::uint64_t base_fingerprint = 0;  // of what adapters were put on by --base; 0: on what the seed made
 };
 
-// A tensor on the device that a checkpoint holds.
+// A tensor that a checkpoint holds, on the device or, where that is null, on the host.
 struct CheckpointTensor {
   std::string name;
   std::vector<std::int64_t> shape;
   float* device = nullptr;
+  float* host = nullptr;
   [[nodiscard]] Bytes bytes() const;
 };
 

@@ -31,6 +31,8 @@ std::shared_ptr<const void> Memory::take(Bytes size, Address* address) {
   return scratch;
 }
 
+BlockRef Memory::host_block(Bytes size, Pool pool) { return require(session_.allocate_host(size, pool)); }
+
 PinnedBuffer::PinnedBuffer(Device& device, Bytes size) : device_(device), size_(round_up(size, kPage)) {
   address_ = static_cast<Address>(std::aligned_alloc(kPage.count(), size_.count()));
   if (address_ == nullptr) throw std::bad_alloc();

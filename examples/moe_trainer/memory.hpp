@@ -21,6 +21,9 @@ class Memory : public ScratchSource {
                               Dtype dtype = Dtype::kF32);
   [[nodiscard]] Tensor zeros(std::int64_t rows, std::int64_t width, Pool pool);
   [[nodiscard]] std::shared_ptr<const void> take(Bytes size, Address* address) override;
+  // Pinned host memory, for what lives in DDR. Throws OutOfMemory.
+  [[nodiscard]] BlockRef host_block(Bytes size, Pool pool);
+  [[nodiscard]] Session& session() const { return session_; }
 
  private:
   Session& session_;

@@ -19,13 +19,16 @@ double learning_rate_at(const TrainConfig& config, std::int64_t step) {
   return config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * share;
 }
 
-Optimizer::Optimizer(const TrainConfig& config, Memory& memory)
-    : config_(config), sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)) {}
+Optimizer::Optimizer(const TrainConfig& config, Memory& memory, const ParameterGroups& groups)
+    : config_(config),
+      session_(memory.session()),
+      groups_(groups),
+      sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)),
+      state_(StateStream::of(session_, groups,
+                             clips() ? StateStream::Order::kForward : StateStream::Order::kBackward)) {}
 
-void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, const StepsMade& made) {
-  const Stream stream = session.compute();
-  require(session.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
-  for (const auto& group : groups) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
+// One update of everything, or one of each part where they have made different numbers of steps.
+std::vector<StateStream::Update> Optimizer::updates(const StepsMade& made) const {
   const double rate = made.model > 0 ? learning_rate_at(config_, made.model) : config_.learning_rate;
   AdamW update{.count = 0,
                .parameter = nullptr,
@@ -40,12 +43,60 @@ void Optimizer::step(Session& session, Ops& ops, const ParameterGroups& groups, 
                .step = made.indexers,
                .sum_of_squares = sum_of_squares_.f32(),
                .clip_norm = static_cast<float>(config_.clip_norm)};
-  const bool together = made.model == made.indexers;
-  const std::optional<Part> indexers = together ? std::nullopt : std::optional(Part::kIndexer);
-  for (const auto& group : groups) group->step(ops, stream, update, indexers);
-  if (together || made.model == 0) return;
+  if (made.model == made.indexers) return {{update, std::nullopt}};
+  std::vector<StateStream::Update> each = {{update, Part::kIndexer}};
   update.step = made.model;
-  for (const auto& group : groups) group->step(ops, stream, update, Part::kModel);
+  if (made.model > 0) each.push_back({update, Part::kModel});
+  return each;
+}
+
+void Optimizer::clear_gradients() {
+  for (const auto& group : groups_) {
+    if (!to_clear_.contains(group.get())) group->clear_gradients(session_);
+  }
+}
+
+void Optimizer::last_walk(const StepsMade& made) {
+  if (state_ != nullptr && !clips()) in_walk_ = updates(made);
+}
+
+void Optimizer::before_use(ParameterGroup& group) {
+  if (state_ == nullptr || !state_->settle(group)) return;
+  to_clear_.erase(&group);
+  group.clear_gradients(session_);
+}
+
+void Optimizer::after_gradients(ParameterGroup& group) {
+  if (in_walk_.empty() || group.streamed_count() == 0) return;
+  state_->step(group, in_walk_);
+  stepped_.insert(&group);
+}
+
+void Optimizer::step(Ops& ops, const StepsMade& made) {
+  const Stream stream = session_.compute();
+  if (clips()) {
+    require(session_.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
+    for (const auto& group : groups_) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
+  }
+  const std::vector<StateStream::Update> all = updates(made);
+  for (const auto& group : groups_) {
+    if (group->streamed_count() > 0) {
+      if (!stepped_.contains(group.get())) state_->step(*group, all);
+      to_clear_.insert(group.get());
+      continue;
+    }
+    for (const StateStream::Update& update : all) group->step(ops, stream, update.how, update.only);
+  }
+  in_walk_.clear();
+  stepped_.clear();
+}
+
+void Optimizer::settle() {
+  for (const auto& group : groups_) before_use(*group);
+}
+
+void Optimizer::drain() const {
+  if (state_ != nullptr) state_->drain();
 }
 
 }  // namespace terrace::trainer

@@ -2,9 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <set>
+#include <vector>
 
 #include "examples/moe_trainer/config.hpp"
-#include "examples/moe_trainer/parameters.hpp"
+#include "examples/moe_trainer/model/group_keeper.hpp"
+#include "examples/moe_trainer/state_stream.hpp"
 
 namespace terrace::trainer {
 
@@ -18,16 +22,39 @@ struct StepsMade {
   std::int64_t model = 0, indexers = 0;
 };
 
-class Optimizer {
+// Groups whose state is in HBM are stepped on the compute stream at the step's end. Where it lives in DDR the
+// update runs beside compute: without clipping a group's begins when a walk has finished with its gradients,
+// and each ends when the next walk reaches the group, whose gradients are cleared then.
+class Optimizer final : public GroupKeeper {
  public:
-  Optimizer(const TrainConfig& config, Memory& memory);
+  // Memory, session and groups outlive it. Throws OutOfMemory.
+  Optimizer(const TrainConfig& config, Memory& memory, const ParameterGroups& groups);
+  void clear_gradients();
+  // The walk that follows is the last of its step.
+  void last_walk(const StepsMade& made);
   // Steps every group by its gradients. The schedule is the model's; indexers that warm up go at the full
   // rate.
-  void step(Session& session, Ops& ops, const ParameterGroups& groups, const StepsMade& made);
+  void step(Ops& ops, const StepsMade& made);
+  // Later work of the compute stream finds all groups as stepped.
+  void settle();
+  // The host waits until state in DDR is current, and may write it.
+  void drain() const;
+
+  void before_use(ParameterGroup& group) override;
+  void after_gradients(ParameterGroup& group) override;
 
  private:
+  [[nodiscard]] std::vector<StateStream::Update> updates(const StepsMade& made) const;
+  [[nodiscard]] bool clips() const { return config_.clip_norm > 0; }
+
   const TrainConfig& config_;
+  Session& session_;
+  const ParameterGroups& groups_;
   Tensor sum_of_squares_;
+  std::vector<StateStream::Update> in_walk_;    // without clipping, in the last walk: what groups step by
+  std::set<const ParameterGroup*> stepped_;     // in that walk
+  std::set<const ParameterGroup*> to_clear_;    // gradients of the step before, when its update is over
+  std::unique_ptr<StateStream> state_;          // null: all of it is in HBM
 };
 
 }  // namespace terrace::trainer

@@ -1,14 +1,14 @@
 #include "examples/moe_trainer/parameters.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <span>
 #include <utility>
 
 #include "examples/moe_trainer/failure.hpp"
-#include "examples/moe_trainer/host_copy.hpp"
-#include "examples/moe_trainer/random.hpp"
 
 namespace terrace::trainer {
 
@@ -17,8 +17,16 @@ namespace {
 // Gaps between parameters hold zeros, have zero gradients, and so stay zero.
 constexpr std::int64_t kAlignment = 64;  // floats
 
-// Numbers made in one go: a bf16 operator of the CPU works in fp32 scratch.
-constexpr std::int64_t kStartPiece = std::int64_t{1} << 24;
+// Of the pieces of an expert block.
+constexpr Bytes kPieceAlignment = 256_B;
+
+Bytes bytes_of_numbers(std::int64_t count, std::int64_t each) {
+  return Bytes(static_cast<std::uint64_t>(count * each));
+}
+
+std::int64_t rounded_count(const Parameter& p) {
+  return (p.count() + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 }  // namespace
 
@@ -37,29 +45,43 @@ Parameter& ParameterGroup::declare_adapter(Parameter parameter) {
 }
 
 ParameterGroup::Arena ParameterGroup::arena_of(const Parameter& parameter) const {
-  if (parameter.training == Training::kYes) return Arena::kTrained;
+  if (parameter.trained()) return Arena::kTrained;
   if (parameter.decay == Decay::kNo || parameter.precision == Precision::kFp32) return Arena::kVectors;
   const bool blocks = form_ == FrozenForm::kBlocks && parameter.precision == Precision::kBase;
+  if (parameter.holder == Holder::kExperts) return blocks ? Arena::kExpertBlocks : Arena::kExpertFrozen;
   return blocks ? Arena::kBlocks : Arena::kFrozen;
 }
 
-void ParameterGroup::lay_out() {
+// Whether products read a bf16 copy of it, and nobody its fp32 values.
+bool ParameterGroup::has_copy(const Parameter& parameter) const {
+  return compute_ != Dtype::kF32 && parameter.decay == Decay::kYes &&
+         parameter.precision != Precision::kFp32;
+}
+
+// The same order whatever lives where: sums over the arenas then have the same bits.
+void ParameterGroup::lay_out(const Allocation& how) {
+  form_ = how.frozen;
+  compute_ = how.compute;
   offsets_.assign(parameters_.size(), 0);
   scale_offsets_.assign(parameters_.size(), 0);
   count_ = frozen_count_ = block_count_ = scale_count_ = 0;
+  expert_frozen_count_ = expert_block_count_ = expert_scale_count_ = 0;
   const auto place = [&](std::int64_t& end, const auto& belongs) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!belongs(parameters_[i])) continue;
       offsets_[i] = end;
-      end += (parameters_[i].count() + kAlignment - 1) / kAlignment * kAlignment;
+      end += rounded_count(parameters_[i]);
     }
   };
-  const auto trained = [](Decay decay) {
-    return [=](const Parameter& p) { return p.training == Training::kYes && p.decay == decay; };
-  };
-  place(count_, trained(Decay::kYes));
+  const auto of_experts = [](const Parameter& p) { return p.holder == Holder::kExperts; };
+  const auto other = [&](const Parameter& p) { return p.trained() && !of_experts(p); };
+  place(count_, [&](const Parameter& p) { return p.trained() && of_experts(p); });
+  experts_ = count_;
+  place(count_, [&](const Parameter& p) { return other(p) && has_copy(p); });
+  copied_ = count_;
+  place(count_, [&](const Parameter& p) { return other(p) && !has_copy(p) && p.decay == Decay::kYes; });
   decayed_ = count_;
-  place(count_, trained(Decay::kNo));
+  place(count_, [&](const Parameter& p) { return other(p) && p.decay == Decay::kNo; });
   trained_ = count_;
   const auto in = [this](Arena arena) {
     return [this, arena](const Parameter& p) { return arena_of(p) == arena; };
@@ -67,116 +89,151 @@ void ParameterGroup::lay_out() {
   place(count_, in(Arena::kVectors));
   place(frozen_count_, in(Arena::kFrozen));
   place(block_count_, in(Arena::kBlocks));
+  place(expert_frozen_count_, in(Arena::kExpertFrozen));
+  place(expert_block_count_, in(Arena::kExpertBlocks));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (arena_of(parameters_[i]) != Arena::kBlocks) continue;
-    scale_offsets_[i] = scale_count_;
-    scale_count_ += parameters_[i].scale_count();
+    const Arena arena = arena_of(parameters_[i]);
+    if (arena != Arena::kBlocks && arena != Arena::kExpertBlocks) continue;
+    std::int64_t& end = arena == Arena::kBlocks ? scale_count_ : expert_scale_count_;
+    scale_offsets_[i] = end;
+    end += parameters_[i].scale_count();
   }
 }
 
+ParameterGroup::ExpertLayout ParameterGroup::expert_layout() const {
+  const std::int64_t each = bytes_of(compute_);
+  ExpertLayout at{.frozen = bytes_of_numbers(experts_, each), .blocks = {}, .scales = {}, .end = {}};
+  at.blocks = round_up(at.frozen + bytes_of_numbers(expert_frozen_count_, each), kPieceAlignment);
+  at.scales = round_up(at.blocks + bytes_of_numbers(expert_block_count_, 1), kPieceAlignment);
+  at.end = at.scales + bytes_of_numbers(expert_scale_count_, sizeof(float));
+  return at;
+}
+
+Bytes ParameterGroup::expert_bytes(const Allocation& how) {
+  lay_out(how);
+  return expert_layout().end;
+}
+
+bool ParameterGroup::trains_experts() const { return experts_ > 0; }
+
 void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how) {
-  form_ = how.frozen;
-  lay_out();
-  values_ = memory.zeros(1, count_, Pool::kWeights);  // the gaps too
+  memory_ = &memory;
+  lay_out(how);
+  reserve(how);
+  set_pointers();
+  fill_start(ops, stream, how.seed);
+}
+
+void ParameterGroup::reserve(const Allocation& how) {
+  Memory& memory = *memory_;
+  const bool narrow = how.compute != Dtype::kF32;
+  values_from_ = !narrow ? experts_ : how.state == StateTier::kDdr ? copied_ : 0;
+  values_ = memory.zeros(1, count_ - values_from_, Pool::kWeights);  // the gaps too
   gradients_ = memory.zeros(1, count_, Pool::kGradient);
-  if (trained_ > 0) {
-    m_ = memory.zeros(1, trained_, Pool::kOptimizer);
-    v_ = memory.zeros(1, trained_, Pool::kOptimizer);
-  }
-  if (how.compute != Dtype::kF32 && decayed_ > 0) {
-    copies_ = memory.tensor(1, decayed_, Pool::kWeights, how.compute);
+  if (trained_ > 0) reserve_state(how);
+  if (narrow && decayed_ > experts_) {
+    copies_ = memory.tensor(1, decayed_ - experts_, Pool::kWeights, how.compute);
   }
   if (frozen_count_ > 0) frozen_ = memory.tensor(1, frozen_count_, Pool::kWeights, how.compute);
   if (block_count_ > 0) {
-    block_numbers_ = memory.block(Bytes(static_cast<std::uint64_t>(block_count_)), Pool::kWeights);
-    block_scales_ =
-        memory.block(Bytes(static_cast<std::uint64_t>(scale_count_) * sizeof(float)), Pool::kWeights);
+    block_numbers_ = memory.block(bytes_of_numbers(block_count_, 1), Pool::kWeights);
+    block_scales_ = memory.block(bytes_of_numbers(scale_count_, sizeof(float)), Pool::kWeights);
   }
-  set_pointers(how.compute);
-  fill_start(memory, ops, stream, how.seed);
+  const Bytes experts = expert_layout().end;
+  if (experts == 0_B) return;
+  if (how.experts == StateTier::kDdr) {
+    expert_home_ = memory.host_block(experts, Pool::kExpert);
+    std::memset(expert_home_->address, 0, experts.count());
+  } else {
+    expert_block_ = memory.block(experts, how.expert_pool);
+    Session& session = memory.session();
+    require(session.device().fill(session.compute(), expert_block_->address, 0, experts));
+  }
 }
 
-void ParameterGroup::set_pointers(Dtype compute) {
+void ParameterGroup::reserve_state(const Allocation& how) {
+  if (how.state == StateTier::kHbm) {
+    m_ = memory_->zeros(1, trained_, Pool::kOptimizer);
+    v_ = memory_->zeros(1, trained_, Pool::kOptimizer);
+    return;
+  }
+  const auto zeros = [this](std::int64_t numbers) {
+    BlockRef block = memory_->host_block(bytes_of_numbers(numbers, sizeof(float)), Pool::kOptimizer);
+    std::memset(block->address, 0, block->size.count());
+    return block;
+  };
+  m_home_ = zeros(trained_);
+  v_home_ = zeros(trained_);
+  if (how.compute != Dtype::kF32 && copied_ > 0) value_home_ = zeros(copied_);
+}
+
+void ParameterGroup::set_pointers() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
+    const std::int64_t offset = offsets_[i];
     const Arena arena = arena_of(parameter);
+    if (parameter.holder == Holder::kExperts && arena != Arena::kVectors) {
+      place_expert(i, expert_block_ != nullptr ? expert_block_->address : nullptr);
+    }
     if (arena == Arena::kBlocks) {
-      parameter.block_numbers = reinterpret_cast<std::int8_t*>(block_numbers_->address) + offsets_[i];
+      parameter.block_numbers = reinterpret_cast<std::int8_t*>(block_numbers_->address) + offset;
       parameter.block_scale = reinterpret_cast<float*>(block_scales_->address) + scale_offsets_[i];
-      continue;
-    }
-    if (arena == Arena::kFrozen) {
-      if (compute == Dtype::kF32) parameter.value = frozen_.f32() + offsets_[i];
-      if (compute == Dtype::kBf16) parameter.copy = frozen_.as<Bf16>() + offsets_[i];
-      continue;
-    }
-    parameter.value = values_.f32() + offsets_[i];
-    parameter.gradient = gradients_.f32() + offsets_[i];
-    if (parameter.training == Training::kNo) continue;
-    parameter.m = m_.f32() + offsets_[i];
-    parameter.v = v_.f32() + offsets_[i];
-    if (copies_ && parameter.decay == Decay::kYes) parameter.copy = copies_.as<Bf16>() + offsets_[i];
-  }
-}
-
-void ParameterGroup::fill_start(Memory& memory, Ops& ops, Stream stream, std::uint64_t seed) const {
-  for (const Parameter& parameter : parameters_) {
-    const CounterRandom random({.seed = seed, .stream = parameter.name});
-    const std::int64_t width = parameter.in_blocks() ? parameter.width() : 1;
-    const std::int64_t piece = std::max<std::int64_t>(1, kStartPiece / width) * width;
-    for (std::int64_t first = 0; first < parameter.count(); first += piece) {
-      RandomFill fill{.count = std::min(piece, parameter.count() - first),
-                      .random = random,
-                      .first = static_cast<std::uint64_t>(first),
-                      .draw = parameter.init.form,
-                      .a = parameter.init.a,
-                      .b = parameter.init.b,
-                      .y = nullptr};
-      Tensor drawn;
-      if (parameter.in_blocks()) drawn = memory.tensor(fill.count / width, width, Pool::kScratch);
-      fill.y = drawn                        ? Out(drawn)
-               : parameter.value != nullptr ? Out(parameter.value + first)
-                                            : Out(parameter.copy + first);
-      ops.run(stream, fill);
-      if (!drawn) continue;
-      ops.run(stream, QuantiseBlocks{.rows = drawn.rows,
-                                     .width = width,
-                                     .x = drawn,
-                                     .q = parameter.block_numbers + first,
-                                     .scale = parameter.block_scale + first / width * blocks_of(width)});
+    } else if (arena == Arena::kFrozen) {
+      if (compute_ == Dtype::kF32) parameter.value = frozen_.f32() + offset;
+      if (compute_ == Dtype::kBf16) parameter.copy = frozen_.as<Bf16>() + offset;
+    } else if (arena == Arena::kTrained || arena == Arena::kVectors) {
+      if (offset >= values_from_) parameter.value = values_.f32() + offset - values_from_;
+      parameter.gradient = gradients_.f32() + offset;
+      if (!parameter.trained()) continue;
+      if (m_) parameter.m = m_.f32() + offset;
+      if (v_) parameter.v = v_.f32() + offset;
+      if (copies_ && offset >= experts_ && parameter.decay == Decay::kYes) {
+        parameter.copy = copies_.as<Bf16>() + offset - experts_;
+      }
+      set_home_pointers(parameter, offset);
     }
   }
 }
 
-namespace {
-
-void set_blocks(Session& session, const Parameter& parameter, std::int64_t first,
-                std::span<const float> from) {
-  const std::int64_t width = parameter.width();
-  const std::int64_t rows = static_cast<std::int64_t>(from.size()) / width;
-  std::vector<std::int8_t> numbers(from.size());
-  std::vector<float> scales(static_cast<std::size_t>(rows * blocks_of(width)));
-  quantise_blocks(
-      {.rows = rows, .width = width, .x = from.data(), .q = numbers.data(), .scale = scales.data()});
-  upload(session, std::as_bytes(std::span(numbers)),
-         reinterpret_cast<Address>(parameter.block_numbers + first));
-  upload(session, scales, parameter.block_scale + first / width * blocks_of(width));
+void ParameterGroup::set_home_pointers(Parameter& parameter, std::int64_t offset) const {
+  if (m_home_ == nullptr) return;
+  const StateRun at = home(offset, 0);
+  const StateExtent there = extent({.first = offset, .count = parameter.count()});
+  parameter.home.m = at.m;
+  parameter.home.v = at.v;
+  if (there.values > 0) parameter.home.value = at.value;
+  if (there.copies > 0) parameter.home.copy = at.copy;
 }
 
-}  // namespace
-
-void set_values(Session& session, const Parameter& parameter, std::int64_t first,
-                std::span<const float> from) {
-  if (parameter.in_blocks()) return set_blocks(session, parameter, first, from);
-  if (parameter.value != nullptr) return upload(session, from, parameter.value + first);
-  std::vector<Bf16> rounded(from.size());
-  std::transform(from.begin(), from.end(), rounded.begin(), [](float x) { return to_bf16(x); });
-  upload(session, std::as_bytes(std::span(rounded)), reinterpret_cast<Address>(parameter.copy + first));
+// Of one that products read from the experts' block: from `block`, or from where it lives for null.
+void ParameterGroup::place_expert(std::size_t index, std::byte* block) {
+  Parameter& p = parameters_[index];
+  const ExpertLayout layout = expert_layout();
+  const bool blocks = arena_of(p) == Arena::kExpertBlocks;
+  const auto put = [&](std::byte* base, float*& value, Bf16*& copy, std::int8_t*& numbers, float*& scale) {
+    if (blocks) {
+      numbers = base == nullptr
+                    ? nullptr
+                    : reinterpret_cast<std::int8_t*>(base + layout.blocks.count()) + offsets_[index];
+      scale = base == nullptr ? nullptr
+                              : reinterpret_cast<float*>(base + layout.scales.count()) + scale_offsets_[index];
+      return;
+    }
+    std::byte* const at =
+        base == nullptr ? nullptr
+                        : base + (p.trained() ? 0_B : layout.frozen).count() + offsets_[index] * bytes_of(compute_);
+    if (compute_ == Dtype::kF32) value = reinterpret_cast<float*>(at);
+    if (compute_ == Dtype::kBf16) copy = reinterpret_cast<Bf16*>(at);
+  };
+  put(block, p.value, p.copy, p.block_numbers, p.block_scale);
+  if (expert_home_ == nullptr || p.trained()) return;  // a trained one's is the state's affair
+  put(expert_home_->address, p.home.value, p.home.copy, p.home.block_numbers, p.home.block_scale);
 }
 
-void ParameterGroup::refresh_copies(Ops& ops, Stream stream) const {
-  if (!copies_) return;
-  ops.run(stream, Convert{.count = decayed_, .x = values_, .y = copies_});
+void ParameterGroup::place_experts(std::byte* block) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].holder == Holder::kExperts) place_expert(i, block);
+  }
 }
 
 void ParameterGroup::clear_gradients(Session& session) {
@@ -193,33 +250,82 @@ std::vector<ParameterGroup::Range> ParameterGroup::trained_ranges(Decay decay,
   const Range all = decay == Decay::kYes ? Range{0, decayed_} : Range{decayed_, trained_ - decayed_};
   if (!only) return {all};
   std::vector<Range> ranges;
-  bool follows = false;  // the parameter before belongs to the last range
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& p = parameters_[i];
-    if (p.training == Training::kNo || p.decay != decay) continue;
-    const std::int64_t count = (p.count() + kAlignment - 1) / kAlignment * kAlignment;
-    const bool wanted = p.part == *only;
-    if (wanted && follows) ranges.back().count += count;
-    if (wanted && !follows) ranges.push_back({offsets_[i], count});
-    follows = wanted;
+    if (!p.trained() || p.decay != decay || p.part != *only) continue;
+    ranges.push_back({offsets_[i], rounded_count(p)});
   }
   return ranges;
 }
 
-void ParameterGroup::step(Ops& ops, Stream stream, AdamW update, std::optional<Part> only) {
-  const auto run = [&](std::int64_t first, std::int64_t count) {
-    if (count == 0) return;
-    update.count = count;
-    update.parameter = values_.f32() + first;
+StateRun ParameterGroup::home(std::int64_t first, std::int64_t count) const {
+  const auto floats = [first](const BlockRef& block) {
+    return block != nullptr ? reinterpret_cast<float*>(block->address) + first : nullptr;
+  };
+  StateRun run{.first = first, .count = count, .value = floats(value_home_), .m = floats(m_home_), .v = floats(v_home_)};
+  if (expert_home_ == nullptr) return run;
+  if (compute_ == Dtype::kF32) run.value = floats(expert_home_);
+  if (compute_ == Dtype::kBf16) run.copy = reinterpret_cast<Bf16*>(expert_home_->address) + first;
+  return run;
+}
+
+ParameterGroup::StateExtent ParameterGroup::extent(const StateRun& run) const {
+  const auto before = [&run](std::int64_t end) { return std::clamp<std::int64_t>(end - run.first, 0, run.count); };
+  if (compute_ == Dtype::kF32) return {.values = expert_home_ != nullptr ? before(experts_) : 0};
+  return {.values = value_home_ != nullptr ? before(copied_) : 0,
+          .copies = expert_home_ != nullptr ? before(experts_) : 0};
+}
+
+float* ParameterGroup::value_at(std::int64_t number, const StateRun& run) const {
+  if (number >= values_from_) return values_.f32() + number - values_from_;
+  if (compute_ == Dtype::kF32 && expert_block_ != nullptr) {
+    return reinterpret_cast<float*>(expert_block_->address) + number;
+  }
+  return run.value + number - run.first;
+}
+
+Out ParameterGroup::copy_at(std::int64_t number, const StateRun& run) const {
+  if (compute_ == Dtype::kF32 || number >= decayed_) return {};
+  if (number >= experts_) return copies_.as<Bf16>() + number - experts_;
+  if (expert_block_ != nullptr) return reinterpret_cast<Bf16*>(expert_block_->address) + number;
+  return run.copy + number - run.first;
+}
+
+void ParameterGroup::step(Ops& ops, Stream stream, const AdamW& update, std::optional<Part> only) const {
+  if (trained_ == 0) return;
+  step_run(ops, stream, update, only, {.first = 0, .count = trained_, .m = m_.f32(), .v = v_.f32()});
+}
+
+void ParameterGroup::step_run(Ops& ops, Stream stream, AdamW update, std::optional<Part> only,
+                              const StateRun& run) const {
+  const auto step_range = [&](std::int64_t first, std::int64_t end) {
+    update.count = end - first;
+    update.parameter = value_at(first, run);
     update.gradient = gradients_.f32() + first;
-    update.m = m_.f32() + first;
-    update.v = v_.f32() + first;
-    update.compute_copy = copies_ && first < decayed_ ? Out(copies_.as<Bf16>() + first) : Out();
+    update.m = run.m + first - run.first;
+    update.v = run.v + first - run.first;
+    update.compute_copy = copy_at(first, run);
     ops.run(stream, update);
   };
-  for (const Range& range : trained_ranges(Decay::kYes, only)) run(range.first, range.count);
+  // What lies together on either side of these borders does not lie together.
+  const std::array<std::int64_t, 3> borders = {experts_, values_from_, decayed_};
+  const auto step_ranges = [&](Decay decay) {
+    for (const Range& range : trained_ranges(decay, only)) {
+      std::int64_t first = std::max(range.first, run.first);
+      const std::int64_t end = std::min(range.first + range.count, run.first + run.count);
+      while (first < end) {
+        std::int64_t next = end;
+        for (const std::int64_t border : borders) {
+          if (first < border) next = std::min(next, border);
+        }
+        step_range(first, next);
+        first = next;
+      }
+    }
+  };
+  step_ranges(Decay::kYes);
   update.weight_decay = 0;
-  for (const Range& range : trained_ranges(Decay::kNo, only)) run(range.first, range.count);
+  step_ranges(Decay::kNo);
 }
 
 }  // namespace terrace::trainer

@@ -1,14 +1,17 @@
 // The weights of a model: declared by the layers, allocated together.
 //
 // Parameters of one group (a layer, the embedding, the head) lie in one arena, and so do their gradients and
-// their optimizer state: a group is cleared, clipped and stepped by a handful of launches, and is the unit
-// that a later tier would move.
+// their optimizer state: a group is cleared, clipped and stepped by a handful of launches. What products read
+// of a layer's experts lies in a block of its own.
 //
 // Values, gradients and moments are fp32. Where a model computes in bf16, the matrices also have a bf16 copy,
 // made again after each step: that is what products read, while the optimizer's small steps add up in fp32.
 //
 // Of a frozen group only what is declared as trained has a gradient of use and moments. Its other matrices
 // are kept once, in the type that products read or in blocks of 8-bit numbers, and its vectors as they are.
+//
+// State may live in pinned host memory (policy: optimizer.tier, experts.resident): then a StateStream takes
+// it through HBM while it is stepped, and an ExpertStore while experts are used.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +30,7 @@ namespace terrace::trainer {
 
 enum class Decay : std::uint8_t { kYes, kNo };  // matrices, and all else
 enum class Training : std::uint8_t { kYes, kNo };
+enum class Holder : std::uint8_t { kLayer, kExperts };  // whose block what products read lies in
 enum class Part : std::uint8_t { kModel, kIndexer };  // an indexer may learn while the rest stands still
 enum class Precision : std::uint8_t {
   kBase,
@@ -56,6 +60,7 @@ struct Parameter {
   Precision precision = Precision::kBase;
   Training training = Training::kYes;
   Part part = Part::kModel;
+  Holder holder = Holder::kLayer;
   float* value = nullptr;     // on the device, shape as above; null where only the copy is kept
   float* gradient = nullptr;  // adds up over the micro-batches of a step; null: frozen
   float* m = nullptr;         // AdamW's moments; null: frozen
@@ -64,6 +69,13 @@ struct Parameter {
   // Of a frozen matrix in blocks, which has neither value nor copy: rows of the last dimension.
   std::int8_t* block_numbers = nullptr;
   float* block_scale = nullptr;
+  // Of what lives in DDR, where it does: the pointers above are null, those of experts outside of their use.
+  struct Home {
+    float *value = nullptr, *m = nullptr, *v = nullptr;
+    Bf16* copy = nullptr;
+    std::int8_t* block_numbers = nullptr;
+    float* block_scale = nullptr;
+  } home{};
   // A low-rank addition to a matrix (out, in), or to each of a stack: w + up down, down (rank, in), up (out,
   // rank).
   const Parameter* down = nullptr;
@@ -71,10 +83,22 @@ struct Parameter {
 
   [[nodiscard]] std::int64_t count() const;
   [[nodiscard]] std::int64_t width() const { return shape.back(); }
-  [[nodiscard]] bool in_blocks() const { return block_numbers != nullptr; }
+  [[nodiscard]] bool trained() const { return training == Training::kYes; }
+  [[nodiscard]] bool in_blocks() const { return block_numbers != nullptr || home.block_numbers != nullptr; }
   [[nodiscard]] std::int64_t scale_count() const { return count() / width() * blocks_of(width()); }
   // What products read: the copy, or the value where there is none. Precondition: not in blocks.
   [[nodiscard]] In operand() const { return copy != nullptr ? In(copy) : In(value); }
+};
+
+class ExpertStore;
+
+// Where the optimizer's state of the trained numbers first .. first + count of a group is. Null: with the
+// group, in HBM.
+struct StateRun {
+  std::int64_t first = 0, count = 0;
+  float* value = nullptr;  // of those that have one there
+  float *m = nullptr, *v = nullptr;
+  Bf16* copy = nullptr;  // of experts whose block is in DDR
 };
 
 class ParameterGroup {
@@ -89,7 +113,13 @@ class ParameterGroup {
     std::uint64_t seed = 0;
     Dtype compute = Dtype::kF32;
     FrozenForm frozen = FrozenForm::kCompute;
+    StateTier state = StateTier::kHbm;    // moments, and fp32 values of what has a bf16 copy
+    StateTier experts = StateTier::kHbm;  // what products read of them; in DDR trained ones need state there
+    Pool expert_pool = Pool::kWeights;    // that their block counts in
   };
+  // Bytes of what products read of the experts, and whether they are trained.
+  [[nodiscard]] Bytes expert_bytes(const Allocation& how);
+  [[nodiscard]] bool trains_experts() const;
   // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
   // OutOfMemory.
   void allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how);
@@ -99,15 +129,31 @@ class ParameterGroup {
   void clear_gradients(Session& session);
   void add_sum_of_squares(Ops& ops, Stream stream, float* sum) const;
   // Steps every parameter, or those of one part, as `update` says; its pointers, count and, where a parameter
-  // has none, its decay are filled in here.
-  void step(Ops& ops, Stream stream, AdamW update, std::optional<Part> only = std::nullopt);
+  // has none, its decay are filled in here. Precondition: the state is in HBM.
+  void step(Ops& ops, Stream stream, const AdamW& update, std::optional<Part> only = std::nullopt) const;
+  // The same of those numbers whose state the run holds.
+  void step_run(Ops& ops, Stream stream, AdamW update, std::optional<Part> only, const StateRun& run) const;
+
+  // Numbers whose state lives in DDR, all of the group's or none, and where.
+  [[nodiscard]] std::int64_t streamed_count() const { return m_home_ != nullptr ? trained_ : 0; }
+  [[nodiscard]] StateRun home(std::int64_t first, std::int64_t count) const;
+  struct StateExtent {  // numbers at the front of a run that have a value there, and a copy
+    std::int64_t values = 0, copies = 0;
+  };
+  [[nodiscard]] StateExtent extent(const StateRun& run) const;
+
+  // Null where the experts' block is in HBM.
+  [[nodiscard]] const Block* expert_home() const { return expert_home_.get(); }
+  // Puts the experts' pointers into a block that holds their bytes; null: they are where they live.
+  void place_experts(std::byte* block);
+  ExpertStore* expert_store = nullptr;  // set by the store that serves this group
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] std::deque<Parameter>& parameters() { return parameters_; }
   [[nodiscard]] const std::deque<Parameter>& parameters() const { return parameters_; }
 
  private:
-  enum class Arena : std::uint8_t { kTrained, kVectors, kFrozen, kBlocks };
+  enum class Arena : std::uint8_t { kTrained, kVectors, kFrozen, kBlocks, kExpertFrozen, kExpertBlocks };
   [[nodiscard]] Arena arena_of(const Parameter& parameter) const;
   struct Range {
     std::int64_t first, count;
@@ -115,24 +161,47 @@ class ParameterGroup {
   // Where in the arenas what is trained and decays, or doesn't, lies: in one piece, unless a part is asked
   // for.
   [[nodiscard]] std::vector<Range> trained_ranges(Decay decay, std::optional<Part> only) const;
-  void lay_out();
-  void set_pointers(Dtype compute);
-  void fill_start(Memory& memory, Ops& ops, Stream stream, std::uint64_t seed) const;
+  [[nodiscard]] bool has_copy(const Parameter& parameter) const;
+  void lay_out(const Allocation& how);
+  void reserve(const Allocation& how);
+  void reserve_state(const Allocation& how);
+  void set_pointers();
+  void set_home_pointers(Parameter& parameter, std::int64_t offset) const;
+  void place_expert(std::size_t index, std::byte* block);
+  void fill_start(Ops& ops, Stream stream, std::uint64_t seed) const;
+  void fill_piece(Ops& ops, Stream stream, const Parameter& parameter, RandomFill fill) const;
+  void refresh_range(Ops& ops, Stream stream, std::int64_t first, std::int64_t count) const;
+  struct ExpertLayout {
+    Bytes frozen, blocks, scales, end;
+  };
+  [[nodiscard]] ExpertLayout expert_layout() const;
+  [[nodiscard]] Out copy_at(std::int64_t number, const StateRun& run) const;
+  [[nodiscard]] float* value_at(std::int64_t number, const StateRun& run) const;
 
   std::string name_;
   Training base_;
   std::deque<Parameter> parameters_;
   std::vector<std::int64_t> offsets_;  // of each parameter in the arenas, in numbers
-  std::int64_t decayed_ = 0;           // numbers at the front of the arenas that decay: the matrices
+  // Numbers at the front of the arenas: of trained experts; with those of all that products read by a bf16
+  // copy; of all that decays, the matrices.
+  std::int64_t experts_ = 0, copied_ = 0, decayed_ = 0;
   std::int64_t trained_ = 0;           // those that are trained: then vectors that are not
   std::int64_t count_ = 0;
   std::int64_t frozen_count_ = 0;
+  Memory* memory_ = nullptr;
+  Dtype compute_ = Dtype::kF32;
+  // The values without the first `values_from_` numbers, the copies without the first `experts_`.
+  std::int64_t values_from_ = 0;
   Tensor values_, gradients_, m_, v_, copies_;
+  BlockRef value_home_, m_home_, v_home_;  // in DDR: of the first values_from_ numbers, of all trained ones
   FrozenForm form_ = FrozenForm::kCompute;
   Tensor frozen_;  // matrices that are not trained
   std::int64_t block_count_ = 0, scale_count_ = 0;
   std::vector<std::int64_t> scale_offsets_;  // of each parameter in blocks
   BlockRef block_numbers_, block_scales_;    // of such matrices
+  // What products read of experts, in HBM or in DDR: of trained ones, then of frozen ones, then the scales.
+  std::int64_t expert_frozen_count_ = 0, expert_block_count_ = 0, expert_scale_count_ = 0;
+  BlockRef expert_block_, expert_home_;
 };
 
 // Numbers first .. first + from.size() of a parameter, from the host; rounded where only a copy is kept. Of

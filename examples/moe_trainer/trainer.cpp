@@ -39,7 +39,8 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
                 "images are given as configured");
   check_rules(session_.policy(), session_.sites());
   model_->allocate(session_, memory_, *ops_, options_.seed);
-  optimizer_.emplace(options_.config.train, memory_);
+  optimizer_.emplace(options_.config.train, memory_, model_->groups());
+  model_->set_keeper(&*optimizer_);
   tokens_ = memory_.tensor(2, config().tokens_per_step(), Pool::kWeights);
   loss_sum_ = memory_.tensor(1, 1, Pool::kWeights);
   host_tokens_.emplace(session_.device(), tokens_.bytes());
@@ -101,7 +102,9 @@ float Trainer::take_step() {
   if (!warm_up) session_.begin_step();  // else there is nothing to keep, and nothing to learn for a plan
   upload_batch();
   require(session_.device().fill(session_.compute(), loss_sum_.block->address, 0, loss_sum_.bytes()));
-  for (const auto& group : model_->groups()) group->clear_gradients(session_);
+  optimizer_->clear_gradients();
+  const std::int64_t step = steps_done_ + 1;
+  const StepsMade made{.model = std::max<std::int64_t>(0, step - config().dsa.warmup_steps), .indexers = step};
   for (std::uint32_t i = 0; i < config().train.micro_batches; ++i) {
     const Pass pass{.session = session_,
                     .memory = memory_,
@@ -114,13 +117,13 @@ float Trainer::take_step() {
     if (warm_up) {
       model_->warm_up(pass, micro_batch(i), loss_sum_.f32());
     } else {
+      if (i + 1 == config().train.micro_batches) optimizer_->last_walk(made);
       model_->train(pass, micro_batch(i), loss_sum_.f32());
     }
   }
   session_.enter_update();
-  ++steps_done_;
-  const std::int64_t of_model = std::max<std::int64_t>(0, steps_done_ - config().dsa.warmup_steps);
-  optimizer_->step(session_, *ops_, model_->groups(), {.model = of_model, .indexers = steps_done_});
+  steps_done_ = step;
+  optimizer_->step(*ops_, made);
   if (warm_up) return wait_for_loss();
   model_->balance(*ops_, session_.compute());
   session_.end_step();
@@ -143,17 +146,29 @@ std::uint64_t Trainer::data_fingerprint() const {
 std::vector<CheckpointTensor> Trainer::checkpoint_tensors() const {
   std::vector<CheckpointTensor> tensors;
   for (const NamedArray& array : model_->arrays()) {
-    const bool frozen = array.parameter != nullptr && array.parameter->m == nullptr;
-    if (frozen) continue;  // it is still what the seed, or the model's folder, made it
-    tensors.push_back({array.name, array.shape, array.value});
-    if (array.parameter == nullptr) continue;
-    tensors.push_back({array.name + ".m", array.shape, array.parameter->m});
-    tensors.push_back({array.name + ".v", array.shape, array.parameter->v});
+    const Parameter* parameter = array.parameter;
+    if (parameter == nullptr) {
+      tensors.push_back({array.name, array.shape, array.value});
+      continue;
+    }
+    if (!parameter->trained()) continue;  // it is still what the seed, or the model's folder, made it
+    const Parameter::Home& home = parameter->home;
+    tensors.push_back({array.name, array.shape, parameter->value, home.value});
+    tensors.push_back({array.name + ".m", array.shape, parameter->m, home.m});
+    tensors.push_back({array.name + ".v", array.shape, parameter->v, home.v});
   }
   return tensors;
 }
 
-void Trainer::save(const std::string& path) const {
+void Trainer::settle() {
+  optimizer_->settle();
+  optimizer_->drain();
+  if (model_->expert_store() != nullptr) model_->expert_store()->drain();
+  require(session_.device().synchronize(session_.compute()));
+}
+
+void Trainer::save(const std::string& path) {
+  settle();
   const CheckpointInfo info{.steps_done = steps_done_,
                             .seed = options_.seed,
                             .config = canonical_text(config()),
@@ -162,7 +177,8 @@ void Trainer::save(const std::string& path) const {
   write_checkpoint(path, info, checkpoint_tensors(), session_);
 }
 
-void Trainer::export_model(const std::string& path) const {
+void Trainer::export_model(const std::string& path) {
+  settle();
   TERRACE_CHECK(options_.model != nullptr, "only a public model is exported");
   options_.model->save(path, session_, *model_);
 }
@@ -186,6 +202,7 @@ void Trainer::resume(const std::string& path) {
                           ? ": its adapters are of another base; name that one with --base"
                           : ": its adapters were put on no --base; leave it out"));
   }
+  settle();
   read_checkpoint(path, checkpoint_tensors(), session_);
   model_->refresh_copies(*ops_, session_.compute());
   steps_done_ = info.steps_done;

@@ -42,13 +42,17 @@ class Trainer {
   [[nodiscard]] float step();
 
   // Writes a checkpoint beside `path`, then renames it: what was there survives any failure.
-  void save(const std::string& path) const;
+  void save(const std::string& path);
   // Continues from a checkpoint: the next losses are those of a run that was never interrupted. Throws
   // Failure (kBadInput) where it is of another shape, seed, configuration or text, or damaged.
   void resume(const std::string& path);
 
   // Writes the public model that is trained. Precondition: there is one. Throws Failure.
-  void export_model(const std::string& path) const;
+  void export_model(const std::string& path);
+
+  // All that lasts is as the last step made it, in HBM for the compute stream and in DDR for the host, which
+  // may write it until the next step.
+  void settle();
 
   [[nodiscard]] std::int64_t steps_done() const { return steps_done_; }
   [[nodiscard]] const Config& config() const { return options_.config; }

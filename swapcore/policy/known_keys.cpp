@@ -22,6 +22,9 @@ constexpr KnownKey kKnownKeys[] = {
     {"swapcore.rule", "priority", "0"},
     {"checkpoint", "budget", "\"auto\""},
     {"checkpoint", "contingency", "\"offload\""},
+    {"experts", "resident", "\"100%\""},
+    {"experts", "prefetch", "1"},
+    {"optimizer", "tier", "\"hbm\""},
     {"metrics", "listen", "\"127.0.0.1:9464\""},
     {"daemon", "socket", "\"/run/terrace/terraced.sock\""},
 };

@@ -39,6 +39,7 @@ enum class Contingency : std::uint8_t { kOffload, kRecompute, kFail };
 enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
 [[nodiscard]] const char* name_of(RuleAction action);  // "auto", "hbm", "ddr", "discard"
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
+enum class StateTier : std::uint8_t { kHbm, kDdr };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
 
 // In a file, from 1.
@@ -81,6 +82,13 @@ struct Policy {
     Amount budget;
     Contingency contingency = Contingency::kOffload;
   } checkpoint;
+  struct Experts {
+    Amount resident = Amount::of_share(1);  // of expert weights, in HBM; the rest streams from DDR
+    int prefetch = 1;                       // layers ahead
+  } experts;
+  struct Optimizer {
+    StateTier tier = StateTier::kHbm;
+  } optimizer;
   struct Metrics {
     std::string listen = "127.0.0.1:9464";
   } metrics;

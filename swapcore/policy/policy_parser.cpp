@@ -28,6 +28,9 @@ constexpr Word<Verify> kVerifies[] = {
 constexpr Word<Contingency> kContingencies[] = {
     {"offload", Contingency::kOffload}, {"recompute", Contingency::kRecompute}, {"fail", Contingency::kFail}};
 
+constexpr Word<StateTier> kStateTiers[] = {{"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
+constexpr std::int64_t kPrefetchMost = 16;  // layers
+
 std::vector<std::string_view> section_names() {
   std::vector<std::string_view> names;
   for (const KnownKey& entry : known_keys()) {
@@ -87,6 +90,8 @@ class PolicyParser {
     with_section("ddr", [&](const SectionReader& r) { read_ddr(r); });
     with_section("swapcore", [&](const SectionReader& r) { read_swapcore(r); });
     with_section("checkpoint", [&](const SectionReader& r) { read_checkpoint(r); });
+    with_section("experts", [&](const SectionReader& r) { read_experts(r); });
+    with_section("optimizer", [&](const SectionReader& r) { read_optimizer(r); });
     with_section("metrics", [&](const SectionReader& r) { read_metrics(r); });
     with_section("daemon", [&](const SectionReader& r) { read_daemon(r); });
     if (problems_.empty()) find_contradictions(policy_, positions_, rules_, problems_);
@@ -196,6 +201,18 @@ class PolicyParser {
          positions_.checkpoint_budget);
     checkpoint.contingency =
         reader.word<Contingency>("contingency", checkpoint.contingency, kContingencies).value;
+  }
+
+  void read_experts(const SectionReader& reader) {
+    auto& experts = policy_.experts;
+    experts.resident = reader.amount("resident", experts.resident, AutoAllowed::kNo).value;
+    experts.prefetch =
+        static_cast<int>(reader.integer("prefetch", experts.prefetch, {1, kPrefetchMost}).value);
+  }
+
+  void read_optimizer(const SectionReader& reader) {
+    auto& optimizer = policy_.optimizer;
+    optimizer.tier = reader.word<StateTier>("tier", optimizer.tier, kStateTiers).value;
   }
 
   void read_metrics(const SectionReader& reader) {

@@ -60,8 +60,8 @@ TEST(Optimizer, DecaysMatricesOnly) {
   const Parameter& matrix = parameter_named(trainer, "layer.0.moe.fc2");
   const Parameter& vector = parameter_named(trainer, "layer.0.mixer_norm");
   const auto before = rig.read(matrix.value, matrix.count());
-  Optimizer optimizer(config, trainer.memory());
-  optimizer.step(rig.session(), trainer.ops(), trainer.model().groups(), {.model = 1, .indexers = 1});
+  Optimizer optimizer(config, trainer.memory(), trainer.model().groups());
+  optimizer.step(trainer.ops(), {.model = 1, .indexers = 1});
   const auto after = rig.read(matrix.value, matrix.count());
   for (std::size_t i = 0; i < before.size(); ++i) ASSERT_NEAR(after[i], before[i] * 0.95F, 1e-6F);
   for (const float x : rig.read(vector.value, vector.count())) EXPECT_EQ(x, 1.0F);
@@ -82,8 +82,8 @@ TEST(Optimizer, ClipsByTheNormOfAllGradients) {
   gradient.assign(static_cast<std::size_t>(two.count()), 0.0F);
   gradient[0] = 400;
   rig.write(two.gradient, gradient);
-  Optimizer(config, trainer.memory())
-      .step(rig.session(), trainer.ops(), trainer.model().groups(), {.model = 1, .indexers = 1});
+  Optimizer(config, trainer.memory(), trainer.model().groups())
+      .step(trainer.ops(), {.model = 1, .indexers = 1});
   EXPECT_NEAR(rig.read(one.m, 1)[0], 2 * 0.6F, 1e-5F);
   EXPECT_NEAR(rig.read(two.m, 1)[0], 2 * 0.8F, 1e-5F);
 }

@@ -62,6 +62,9 @@ class Rig {
     Bytes budget = 256_MiB;
     SwapMode swapcore = SwapMode::kOff;
     Policy::Checkpoint checkpoint = {};
+    Policy::Experts experts = {};
+    Policy::Optimizer optimizer = {};
+    Amount ddr = {};
     double link_bytes_per_second = 200e6;
   };
   explicit Rig(const Options& options) : corpus_(Corpus::from_text(options.text, "sample")) {
@@ -74,6 +77,9 @@ class Rig {
     session.policy.hbm.budget = Amount::of(options.budget);
     session.policy.swapcore.mode = options.swapcore;
     session.policy.checkpoint = options.checkpoint;
+    session.policy.experts = options.experts;
+    session.policy.optimizer = options.optimizer;
+    session.policy.ddr.budget = options.ddr;
     session.join_daemon = false;
     session.compute = stream_;
     try {

@@ -208,6 +208,8 @@ void ModelFolder::save(const std::string& path, Session& session, const Model& m
   for (const FamilyTensor& tensor : family_.tensors) {
     const std::vector<float> values = joined_parts(tensor, arrays, [&](const NamedArray& array) {
       const auto [rows, width] = extent_of(array);
+      const float* const home = array.parameter != nullptr ? array.parameter->home.value : nullptr;
+      if (home != nullptr) return std::vector<float>(home, home + rows * width);
       return download(session, array.value, rows * width);
     });
     if (type_of(tensor) == DType::kF32) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "examples/moe_trainer/expert_store.hpp"
+
 namespace terrace::trainer {
 
 namespace {
@@ -12,7 +14,8 @@ Parameter& expert_matrix(const LayerScope& scope, const char* name, std::int64_t
   return scope.adapted(
       name, scope.parameters.declare({.name = scope.parameter(name),
                                       .shape = {scope.config.moe.experts, out, in},
-                                      .init = Init::normal(1.0 / std::sqrt(static_cast<double>(in)))}));
+                                      .init = Init::normal(1.0 / std::sqrt(static_cast<double>(in))),
+                                      .holder = Holder::kExperts}));
 }
 
 // Of matrices in blocks so many are widened at a time: scratch is theirs, however many there are.
@@ -131,6 +134,7 @@ void grouped_weight_gradient(const Pass& pass, const Routing& routing, const Ten
 
 Experts::Experts(const LayerScope& scope, std::int64_t width)
     : config_(scope.config),
+      group_(scope.parameters),
       width_(width),
       fc1_gate_{expert_matrix(scope, "moe.fc1_gate", config_.moe.expert_width, width)},
       fc1_up_{expert_matrix(scope, "moe.fc1_up", config_.moe.expert_width, width)},
@@ -144,6 +148,8 @@ void Experts::allocate(Memory& memory) {
 }
 
 void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) {
+  const ExpertUse use(group_, pass.phase == Phase::kRecompute ? ExpertStore::Way::kBackward
+                                                              : ExpertStore::Way::kForward);
   for (ExpertMatrix* each : {&fc1_gate_, &fc1_up_, &fc2_}) {
     if (each->quantised) each->quantised.refresh(pass, each->base);
   }
@@ -197,6 +203,7 @@ Tensor Experts::backward(const Pass& pass, const Routing& routing, Saved& saved,
                                             .d_x = d_fc2,
                                             .d_weight = d_weight.f32()});
   drop(saved.fc2);
+  const ExpertUse use(group_, ExpertStore::Way::kBackward);
   const Tensor d_gathered = rows_backward(pass, routing, saved, std::move(d_fc2));
   Tensor d_z = pass.tensor(d_combined.rows, width_);
   pass.ops.run(pass.stream, SumRows{.tokens = d_z.rows,

@@ -40,6 +40,7 @@ class Experts {
   [[nodiscard]] std::int64_t rows() const { return config_.tokens() * config_.moe.top_k; }
 
   const Config& config_;
+  const ParameterGroup& group_;
   std::int64_t width_;
   ExpertMatrix fc1_gate_, fc1_up_, fc2_;
   SiteId fc1_site_, fc2_site_;

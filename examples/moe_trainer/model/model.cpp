@@ -1,5 +1,6 @@
 #include "examples/moe_trainer/model/model.hpp"
 
+#include <numeric>
 #include <utility>
 
 #include "examples/moe_trainer/failure.hpp"
@@ -55,13 +56,51 @@ void Model::check_targets() const {
   }
 }
 
-void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
+// By group; DDR for the layers whose experts stream.
+std::vector<StateTier> Model::expert_tiers(const Policy& policy, const ParameterGroup::Allocation& how) {
+  std::vector<Bytes> bytes;
+  bool trained = false;
   for (const auto& group : groups_) {
-    group->allocate(
-        memory, ops, session.compute(),
-        {.seed = seed,
-         .compute = config_.train.compute,
-         .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute});
+    bytes.push_back(group->expert_bytes(how));
+    trained = trained || group->trains_experts();
+  }
+  const Bytes all = std::accumulate(bytes.begin(), bytes.end(), 0_B);
+  std::vector<StateTier> tiers = ExpertStore::spread(bytes, policy.experts.resident.resolve(all, all));
+  bool streamed = false;
+  for (std::size_t i = 0; i < tiers.size(); ++i) {
+    if (bytes[i] == 0_B) tiers[i] = StateTier::kHbm;
+    streamed = streamed || tiers[i] == StateTier::kDdr;
+  }
+  if (streamed && config_.moe.compute == ExpertCompute::kFp8) {
+    bad_input("experts.resident: moe.compute = \"fp8\" keeps 8-bit copies of all experts in HBM; use resident = "
+              "\"100%\", or moe.compute = \"same\"");
+  }
+  if (streamed && trained && policy.optimizer.tier != StateTier::kDdr) {
+    bad_input("experts.resident: trained experts leave HBM together with their optimizer state; set [optimizer] "
+              "tier = \"ddr\", or resident = \"100%\"");
+  }
+  return tiers;
+}
+
+void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
+  const Policy& policy = session.policy();
+  ParameterGroup::Allocation how{
+      .seed = seed,
+      .compute = config_.train.compute,
+      .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute,
+      .state = policy.optimizer.tier};
+  const std::vector<StateTier> tiers = expert_tiers(policy, how);
+  std::vector<ParameterGroup*> streamed;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    if (tiers[i] == StateTier::kDdr) streamed.push_back(groups_[i].get());
+  }
+  if (!streamed.empty()) how.expert_pool = Pool::kExpert;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    how.experts = tiers[i];
+    groups_[i]->allocate(memory, ops, session.compute(), how);
+  }
+  if (!streamed.empty()) {
+    experts_ = std::make_unique<ExpertStore>(session, std::move(streamed), policy.experts.prefetch);
   }
   maps_.allocate(session, memory);
   for (const auto& layer : layers_) layer->allocate(memory);
@@ -69,9 +108,12 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
 
 void Model::refresh_copies(Ops& ops, Stream stream) const {
   for (const auto& group : groups_) group->refresh_copies(ops, stream);
+  if (experts_ != nullptr) experts_->renew();
 }
 
 Tensor Model::embed(const Pass& pass, const MicroBatch& batch) const {
+  use(*groups_.front());
+  if (patches_) use(*groups_.back());
   Tensor x = pass.tensor(config_.tokens(), config_.model.hidden);
   pass.ops.run(pass.stream, Embedding{.tokens = x.rows,
                                       .width = x.width,
@@ -89,6 +131,7 @@ ResidualStream Model::run_layers(const Pass& pass, const MicroBatch& batch,
   stream.sum = embed(pass, batch);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     pass.session.enter_forward(static_cast<int>(i), pass.micro_batch);
+    use(of_layer(i));
     layers_[i]->forward(pass, stream, saved[i]);
   }
   return stream;
@@ -97,6 +140,7 @@ ResidualStream Model::run_layers(const Pass& pass, const MicroBatch& batch,
 // The loss and its gradient in one go; returns the gradients of the stream, which goes.
 ResidualStream Model::head(const Pass& pass, const MicroBatch& batch, ResidualStream stream,
                            float* loss_sum) const {
+  use(of_head());
   Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
   Tensor normed = norm_.forward(pass, x);
   const Tensor d_normed = pass.tensor(x.rows, x.width);
@@ -130,19 +174,24 @@ void Model::train(const Pass& given, const MicroBatch& batch, float* loss_sum) {
   ResidualStream stream = run_layers(pass, batch, saved);
   pass.session.enter_head(pass.micro_batch);
   ResidualStream d = head(pass, batch, std::exchange(stream, {}), loss_sum);
+  done_with(of_head());
   for (std::size_t i = layers_.size(); i-- > 0;) {
     pass.session.enter_backward(static_cast<int>(i), pass.micro_batch);
     if (pass.recompute == Recompute::kFull) layers_[i]->recompute(pass, saved[i]);
     layers_[i]->backward(pass.in(Phase::kBackward), std::move(saved[i]), d);
+    done_with(of_layer(i));
   }
   if (batch.images.rows > 0) patches_->backward(pass.in(Phase::kBackward), batch.images, d.sum);
-  if (embedding_->gradient == nullptr) return;
-  pass.ops.run(pass.stream, EmbeddingBackward{.tokens = d.sum.rows,
-                                              .width = d.sum.width,
-                                              .vocabulary = config_.model.vocabulary,
-                                              .ids = batch.ids,
-                                              .d_out = d.sum,
-                                              .d_table = embedding_->gradient});
+  if (patches_) done_with(*groups_.back());
+  if (embedding_->gradient != nullptr) {
+    pass.ops.run(pass.stream, EmbeddingBackward{.tokens = d.sum.rows,
+                                                .width = d.sum.width,
+                                                .vocabulary = config_.model.vocabulary,
+                                                .ids = batch.ids,
+                                                .d_out = d.sum,
+                                                .d_table = embedding_->gradient});
+  }
+  done_with(*groups_.front());
 }
 
 void Model::warm_up(const Pass& pass, const MicroBatch& batch, float* loss_sum) {
@@ -160,10 +209,12 @@ void Model::forward_alone(const Pass& given, const MicroBatch& batch, float* los
   pass.recompute = Recompute::kNone;
   ResidualStream stream;
   stream.sum = embed(pass, batch);
-  for (const auto& layer : layers_) {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    use(of_layer(i));
     Layer::Saved saved;
-    layer->forward(pass, stream, saved);
+    layers_[i]->forward(pass, stream, saved);
   }
+  use(of_head());
   const Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
   pass.ops.run(pass.stream, LinearCrossEntropy{.tokens = x.rows,
                                                .width = x.width,
@@ -182,6 +233,7 @@ Tensor Model::logits(const Pass& given, const MicroBatch& batch) {
   const Pass pass = given.with(selections);
   std::vector<Layer::Saved> saved(layers_.size());
   const ResidualStream stream = run_layers(pass, batch, saved);
+  use(of_head());
   const Tensor x = mix_ ? mix_->forward(pass, stream.parts, stream.sum) : stream.sum;
   Tensor out = pass.floats(x.rows, config_.model.vocabulary);
   linear(pass, norm_.forward(pass, x), *head_, out);

@@ -9,6 +9,8 @@
 #include <optional>
 #include <vector>
 
+#include "examples/moe_trainer/expert_store.hpp"
+#include "examples/moe_trainer/model/group_keeper.hpp"
 #include "examples/moe_trainer/model/layer.hpp"
 #include "examples/moe_trainer/model/patch_embedder.hpp"
 #include "examples/moe_trainer/parameters.hpp"
@@ -36,6 +38,10 @@ class Model {
   Model(Session& session, const Config& config);
   // Reserves and sets every weight. Throws OutOfMemory.
   void allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed);
+  // Is told of every walk from now on; null: nobody is. Outlives the walks.
+  void set_keeper(GroupKeeper* keeper) { keeper_ = keeper; }
+  // Null where all experts are in HBM.
+  [[nodiscard]] ExpertStore* expert_store() const { return experts_.get(); }
   // Makes what products read that of the fp32 values; after whatever wrote those.
   void refresh_copies(Ops& ops, Stream stream) const;
 
@@ -58,6 +64,16 @@ class Model {
 
  private:
   void check_targets() const;
+  [[nodiscard]] std::vector<StateTier> expert_tiers(const Policy& policy,
+                                                    const ParameterGroup::Allocation& how);
+  [[nodiscard]] ParameterGroup& of_layer(std::size_t layer) const { return *groups_[1 + layer]; }
+  [[nodiscard]] ParameterGroup& of_head() const { return *groups_[1 + layers_.size()]; }
+  void use(ParameterGroup& group) const {
+    if (keeper_ != nullptr) keeper_->before_use(group);
+  }
+  void done_with(ParameterGroup& group) const {
+    if (keeper_ != nullptr) keeper_->after_gradients(group);
+  }
   void forward_alone(const Pass& pass, const MicroBatch& batch, float* loss_sum);
   [[nodiscard]] Tensor embed(const Pass& pass, const MicroBatch& batch) const;
   [[nodiscard]] ResidualStream run_layers(const Pass& pass, const MicroBatch& batch,
@@ -67,13 +83,15 @@ class Model {
 
   const Config& config_;
   RowMaps maps_;
-  ParameterGroups groups_;
+  ParameterGroups groups_;  // the embedding, the layers, the head, images
+  GroupKeeper* keeper_ = nullptr;
   const Parameter* embedding_ = nullptr;
   const Parameter* head_ = nullptr;
   std::optional<PatchEmbedder> patches_;
   Norm norm_;
   std::optional<ResidualMix> mix_;  // before the last norm
   std::vector<std::unique_ptr<Layer>> layers_;
+  std::unique_ptr<ExpertStore> experts_;
 };
 
 }  // namespace terrace::trainer

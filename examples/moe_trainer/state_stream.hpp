@@ -1,0 +1,88 @@
+// The optimizer's state in DDR: chunks of it pass through a ring of HBM slots while they are stepped.
+//
+// Groups are stepped on a stream of their own, one behind another in an order that is always the same: the
+// next chunks are fetched while one is stepped and the last ones are copied home. The compute stream meets it
+// twice: a group is stepped behind the work that made its gradients, and the compute stream waits for it
+// before it reads the group again. So copies run beside the backward pass and the next forward.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "examples/moe_trainer/parameters.hpp"
+
+namespace terrace::trainer {
+
+// Scratch of one stream that runs its operators one after another: they share a block.
+class StreamScratch final : public ScratchSource {
+ public:
+  StreamScratch(Session& session, Stream user, Event ready) : session_(session), user_(user), ready_(ready) {}
+  [[nodiscard]] std::shared_ptr<const void> take(Bytes size, Address* address) override;
+
+ private:
+  Session& session_;
+  Stream user_;
+  Event ready_;
+  std::deque<BlockRef> blocks_;  // the last is in use, those before may be in flight
+};
+
+class StateStream {
+ public:
+  enum class Order : std::uint8_t { kForward, kBackward };  // of the groups: as in a list, or from its end
+  // Null where no group's state lives in DDR. Throws OutOfMemory, Failure.
+  [[nodiscard]] static std::unique_ptr<StateStream> of(Session& session, const ParameterGroups& groups,
+                                                       Order order);
+  ~StateStream();
+  StateStream(const StateStream&) = delete;
+  StateStream& operator=(const StateStream&) = delete;
+
+  struct Update {
+    AdamW how;
+    std::optional<Part> only;
+  };
+  // Steps the group's numbers by each of the updates, behind what the compute stream has to do now.
+  void step(const ParameterGroup& group, std::span<const Update> updates);
+  // Later work of the compute stream finds the group stepped. Whether it has been since the last call.
+  bool settle(const ParameterGroup& group);
+  // The host waits until all state in DDR is that of the last step. After it the host may write it.
+  void drain();
+
+ private:
+  struct Chunk {
+    SlotRing::ItemId item;
+    StateRun home;
+    ParameterGroup::StateExtent extent;
+  };
+  struct Group {
+    std::vector<Chunk> chunks;
+    std::size_t first = 0;  // of them in sequence_
+    Event stepped{}, home{};  // on the stream, and when the copies home have arrived
+    bool pending = false;
+  };
+  StateStream(Session& session, const ParameterGroups& groups, Order order);
+  void open(const ParameterGroups& groups, Order order);
+  void add_chunks(const ParameterGroup& group, std::int64_t chunk);
+  void close();
+  [[nodiscard]] Event new_event();
+  void expect_from(std::size_t place);
+  void step_chunk(const ParameterGroup& group, const Chunk& chunk, std::span<const Update> updates);
+  void renew_experts(const ParameterGroup& group, const Group& of);
+
+  Session& session_;
+  Device& device_;
+  std::optional<Stream> stream_;
+  std::optional<Stream> at_home_;  // waits for copies home, and holds nobody up
+  std::vector<Event> events_;      // all that there are
+  Event ready_{};
+  std::optional<StreamScratch> scratch_;
+  std::unique_ptr<Ops> ops_;
+  std::map<const ParameterGroup*, Group> groups_;
+  std::vector<SlotRing::ItemId> sequence_;  // all chunks, in the order in which they are stepped
+  std::unique_ptr<SlotRing> ring_;
+};
+
+}  // namespace terrace::trainer

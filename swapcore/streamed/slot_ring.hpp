@@ -1,0 +1,134 @@
+// Long-lived bytes whose home is pinned host memory, and which pass through a few slots of HBM.
+//
+//            expect               acquire             release
+//   at home ---------> arriving -----------> in use ---------> held   (a copy home under way, where written)
+//      ^                  |                     ^                |
+//      |                  |                     +--- acquire ----+
+//      +------- the slot is given to another item ---------------+
+//
+// An item is what travels together: a chunk of an optimizer's state, the experts of a layer. Its user is one
+// stream, which works on the slot between acquire() and release(). Both directions move at once, and all is
+// ordered by events: a slot is filled again behind its last use and its copy home, an item is fetched behind
+// its own last copy home. The host waits in drain(), forget() and the destructor alone.
+//
+// Called from one thread. After an error the bytes of the item in hand are undefined, at home too where it
+// was written: whoever needs them gives up. Nothing leaks. Why: docs/design/0012-streamed-weights.md.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "runtime/copy_engine.hpp"
+#include "swapcore/residency.hpp"
+#include "swapcore/streamed/wait_probes.hpp"
+
+namespace terrace {
+
+class SlotRing {
+ public:
+  enum class Flow : std::uint8_t { kIn, kOut, kBoth };  // towards HBM, home, either way
+  // In a slot each piece begins at a multiple of kPieceAlignment, in the order given.
+  struct Piece {
+    Address home = nullptr;  // pinned; outlives the ring
+    Bytes size;
+    Flow flow = Flow::kBoth;
+  };
+  static constexpr Bytes kPieceAlignment = 256_B;
+  [[nodiscard]] static Bytes slot_bytes(std::span<const Piece> pieces);
+
+  struct ItemId {
+    std::uint32_t index = 0;
+    auto operator<=>(const ItemId&) const = default;
+  };
+  enum class Fill : std::uint8_t { kFromHome, kNothing };  // kNothing: the user writes all of it first
+  enum class Use : std::uint8_t { kRead, kWritten };       // kWritten: pieces that flow home are copied there
+
+  struct Parts {
+    Device& device;
+    CopyEngine& copies;
+    Stream allocated_on;  // the slots are ready in order of this stream
+    Stream user;
+    CopyReason reason = CopyReason::kFetch;
+  };
+  // Errors: what the device said. `slots` is not empty.
+  [[nodiscard]] static Result<std::unique_ptr<SlotRing>> create(const Parts& parts,
+                                                                std::vector<BlockRef> slots);
+  // Cancels copies held back and waits for the others and for the user's stream. What was written and not
+  // drained may not be home.
+  ~SlotRing();
+  SlotRing(const SlotRing&) = delete;
+  SlotRing& operator=(const SlotRing&) = delete;
+
+  // Precondition: it fits into every slot.
+  [[nodiscard]] ItemId add(std::vector<Piece> pieces);
+
+  // What is used next, in that order: brought as far as slots are free of these and of what is in use. Errors:
+  // copy errors, those of the slot's last copy home among them.
+  [[nodiscard]] Status expect(std::span<const ItemId> next);
+  // The addresses of the item's pieces, ready on the user's stream. Precondition: not in use, and fewer items
+  // in use than slots. Errors: as of expect().
+  [[nodiscard]] Result<std::span<const Address>> acquire(ItemId item, Fill fill = Fill::kFromHome);
+  // The user's stream has all its work on the item. Errors: copy errors.
+  [[nodiscard]] Status release(ItemId item, Use use);
+
+  // Later work on `stream` waits for the item's last copy home.
+  [[nodiscard]] Status order_behind_write(Stream stream, ItemId item);
+  // Others write the item's home: what a slot holds of it is given up, and every later fetch waits for what
+  // was recorded last in the event. Precondition: not in use. The event outlives the ring's last call.
+  void renew_behind(ItemId item, Event event);
+  // The host waits until every home holds what was written last. Errors: those of any copy since the last
+  // call.
+  [[nodiscard]] Status drain();
+  // The host is about to write the item's home: waits for its copies. Precondition: not in use.
+  [[nodiscard]] Status forget(ItemId item);
+
+  struct Counters {
+    Bytes fetched, written_back;
+    std::uint64_t fetches = 0, found = 0;  // found: acquired from a slot that held it already
+  };
+  [[nodiscard]] const Counters& counters() const { return counters_; }
+  // Seconds that the user's stream waited in acquire(), known since the last call.
+  [[nodiscard]] double collect_waits() { return probes_.collect(); }
+
+ private:
+  enum class State : std::uint8_t { kEmpty, kArriving, kInUse, kHeld };
+  using Ticket = std::shared_ptr<CopyEngine::Ticket>;
+  struct Slot {
+    BlockRef block;
+    Event used{};  // the user's last work on it
+    State state = State::kEmpty;
+    std::uint32_t item = 0;      // unless empty
+    std::uint64_t age = 0;       // of the last fetch or release
+    Ticket in{}, out{};          // null: none in flight, as far as anybody has looked
+    std::vector<Address> pieces{};
+  };
+  struct Item {
+    std::vector<Piece> pieces;
+    Bytes in_bytes, out_bytes;
+    int slot = -1;
+    Ticket written{};  // its last copy home
+    Event renewed{};   // behind which others have written its home
+  };
+
+  SlotRing(const Parts& parts, Stream gate, Event fence)
+      : parts_(parts), gate_(gate), fence_(fence), probes_(parts.device) {}
+  [[nodiscard]] Slot* free_slot(std::span<const ItemId> spared);
+  [[nodiscard]] Status fence(Slot& slot, Item& item);
+  void give_up(Slot& slot);
+  [[nodiscard]] Status bring(Slot& slot, ItemId id);
+  void occupy(Slot& slot, ItemId id);
+  void end(Ticket& ticket) const;
+
+  Parts parts_;
+  Stream gate_;  // waits for what a fetch comes behind, and holds nobody else up
+  Event fence_;
+  WaitProbes probes_;
+  std::vector<Slot> slots_;
+  std::vector<Item> items_;
+  std::uint64_t age_ = 0;
+  Counters counters_;
+};
+
+}  // namespace terrace

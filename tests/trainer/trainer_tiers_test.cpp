@@ -1,0 +1,297 @@
+// Optimizer state and experts in DDR: the bits of a run that has all of it in HBM, inside a budget that would
+// not hold it, through checkpoints, and with any call failing.
+#include <algorithm>
+#include <filesystem>
+#include <map>
+
+#include "runtime/fault.hpp"
+#include "tests/trainer/trainer_rig.hpp"
+
+namespace terrace::trainer::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kSteps = 4;
+constexpr Policy::Optimizer kStateInDdr{.tier = StateTier::kDdr};
+
+Policy::Experts streamed(double resident, int prefetch = 1) {
+  return {.resident = Amount::of_share(resident), .prefetch = prefetch};
+}
+
+// Five layers with experts that are most of the model.
+Config deep_config(Dtype compute) {
+  Config config = small_config();
+  config.model.layers = 5;
+  config.moe.experts = 8;
+  config.moe.expert_width = 64;
+  config.train.compute = compute;
+  config.train.warmup_steps = 1;
+  config.train.learning_rate = 1e-2;
+  return config;
+}
+
+Rig::Options plain(Dtype compute) {
+  Rig::Options options;
+  options.config = deep_config(compute);
+  return options;
+}
+
+Rig::Options adapters(Dtype compute, LoraBase base) {
+  Rig::Options options = plain(compute);
+  options.config.lora = {.rank = 2, .targets = {"kda.q", "moe.fc1_up", "moe.fc2"}, .base = base};
+  return options;
+}
+
+struct Numbers {
+  std::vector<float> losses;
+  std::map<std::string, std::vector<float>> lasting;  // values and moments of what is trained
+  bool operator==(const Numbers&) const = default;
+};
+
+Numbers numbers_of(Rig& rig, int steps) {
+  Numbers all{.losses = rig.steps(steps), .lasting = {}};
+  rig.trainer().settle();
+  const auto read = [&](const float* device, const float* home, std::int64_t count) {
+    return home != nullptr ? std::vector<float>(home, home + count) : rig.read(device, count);
+  };
+  for (const auto& group : rig.trainer().model().groups()) {
+    for (const Parameter& p : group->parameters()) {
+      if (!p.trained()) continue;
+      all.lasting[p.name] = read(p.value, p.home.value, p.count());
+      all.lasting[p.name + ".m"] = read(p.m, p.home.m, p.count());
+      all.lasting[p.name + ".v"] = read(p.v, p.home.v, p.count());
+    }
+  }
+  return all;
+}
+
+Numbers numbers_of(const Rig::Options& options) {
+  Rig rig(options);
+  return numbers_of(rig, kSteps);
+}
+
+// Recomputation and Swap Core change no bit, so all of these are one run's.
+void expect_same_numbers(const Rig::Options& resident, const Rig::Options& tiered, const std::string& what) {
+  const Numbers expected = numbers_of(resident);
+  ASSERT_NE(expected.losses.front(), expected.losses.back());
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kFull}) {
+    for (const SwapMode swapcore : {SwapMode::kOff, SwapMode::kAuto}) {
+      Rig::Options options = tiered;
+      options.config.train.recompute = recompute;
+      options.swapcore = swapcore;
+      EXPECT_TRUE(numbers_of(options) == expected)
+          << what << (recompute == Recompute::kFull ? ", recomputed" : "")
+          << (swapcore == SwapMode::kAuto ? ", with Swap Core" : "");
+    }
+  }
+}
+
+TEST(OptimizerTier, StepsToTheSameBits) {
+  for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
+    for (const double clip : {0.05, 0.0}) {
+      Rig::Options resident = plain(compute);
+      resident.config.train.clip_norm = clip;
+      Rig::Options tiered = resident;
+      tiered.optimizer = kStateInDdr;
+      expect_same_numbers(resident, tiered, std::string(name_of(compute)) + ", clip " + std::to_string(clip));
+    }
+  }
+}
+
+TEST(OptimizerTier, StepsAdaptersAndIndexersThatWarmUp) {
+  Rig::Options resident = adapters(Dtype::kBf16, LoraBase::kAsModel);
+  Rig::Options tiered = resident;
+  tiered.optimizer = kStateInDdr;
+  expect_same_numbers(resident, tiered, "adapters");
+  resident = plain(Dtype::kBf16);
+  resident.config.dsa.warmup_steps = 2;
+  tiered = resident;
+  tiered.optimizer = kStateInDdr;
+  expect_same_numbers(resident, tiered, "warm-up");
+}
+
+TEST(OptimizerTier, TakesTheStateOutOfHbm) {
+  Rig resident(plain(Dtype::kBf16));
+  Rig::Options options = plain(Dtype::kBf16);
+  options.optimizer = kStateInDdr;
+  Rig tiered(options);
+  (void)resident.steps(2);
+  (void)tiered.steps(2);
+  const auto live = [](Rig& rig, Pool pool) {
+    return rig.session().hbm_usage().live_by_pool[static_cast<std::size_t>(pool)];
+  };
+  EXPECT_LT(live(tiered, Pool::kOptimizer) * 2, live(resident, Pool::kOptimizer));
+  EXPECT_LT(live(tiered, Pool::kWeights) * 2, live(resident, Pool::kWeights)) << "the fp32 values stayed";
+  EXPECT_GT(tiered.session().ddr_usage().live, live(resident, Pool::kOptimizer));
+}
+
+TEST(ExpertStore, SpreadsWhatStays) {
+  const auto staying = [](std::vector<Bytes> layers, Bytes resident) {
+    std::string text;
+    for (const StateTier tier : ExpertStore::spread(layers, resident)) text += tier == StateTier::kHbm ? 'h' : 'd';
+    return text;
+  };
+  const std::vector<Bytes> eight(8, 3_MiB);
+  EXPECT_EQ(staying(eight, 24_MiB), "hhhhhhhh");
+  EXPECT_EQ(staying(eight, 0_B), "dddddddd");
+  EXPECT_EQ(staying(eight, 6_MiB), "dddhdddh");
+  EXPECT_EQ(staying(eight, 12_MiB), "dhdhdhdh");
+  EXPECT_EQ(staying(eight, 13_MiB), "dhdhdhdh") << "a layer stays whole or not at all";
+  EXPECT_EQ(staying({0_B, 4_MiB, 0_B, 4_MiB}, 4_MiB), "hdhh") << "a layer without experts takes none of it";
+}
+
+TEST(ExpertStore, FrozenExpertsGiveTheSameBits) {
+  for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
+    for (const LoraBase base : {LoraBase::kAsModel, LoraBase::kInt8}) {
+      const Rig::Options resident = adapters(compute, base);
+      Rig::Options tiered = resident;
+      tiered.experts = streamed(0);
+      expect_same_numbers(resident, tiered, std::string(name_of(compute)) + " adapters");
+      tiered.experts = streamed(0.4, 2);
+      tiered.optimizer = kStateInDdr;
+      expect_same_numbers(resident, tiered, std::string(name_of(compute)) + " adapters, two stay");
+    }
+  }
+}
+
+TEST(ExpertStore, TrainedExpertsGiveTheSameBits) {
+  for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
+    for (const double clip : {0.05, 0.0}) {
+      Rig::Options resident = plain(compute);
+      resident.config.train.clip_norm = clip;
+      Rig::Options tiered = resident;
+      tiered.optimizer = kStateInDdr;
+      for (const int prefetch : {1, 3}) {
+        tiered.experts = streamed(0.2, prefetch);
+        expect_same_numbers(resident, tiered,
+                            std::string(name_of(compute)) + ", clip " + std::to_string(clip) + ", " +
+                                std::to_string(prefetch) + " ahead");
+      }
+    }
+  }
+}
+
+// Weights four times the budget.
+TEST(ExpertStore, AModelOfFourTimesTheBudgetRuns) {
+  Rig::Options large = adapters(Dtype::kBf16, LoraBase::kAsModel);
+  large.config.model.layers = 24;
+  large.config.moe.experts = 16;
+  large.config.moe.latent = 64;
+  large.config.moe.expert_width = 128;
+  large.config.lora.targets = {"kda.q", "dsa.out"};
+  large.config.train.recompute = Recompute::kFull;
+  large.capacity = 64_MiB;
+  Rig::Options small = large;
+  large.budget = 60_MiB;
+  small.budget = 5_MiB;
+  small.experts = streamed(0);
+  Rig resident(large);
+  Rig tiered(small);
+  const Bytes weights = resident.session().hbm_usage().live;
+  EXPECT_GT(weights, small.budget * 4);
+  EXPECT_EQ(tiered.steps(3), resident.steps(3));
+  EXPECT_LE(tiered.session().hbm_usage().mapped_peak, small.budget);
+}
+
+TEST(ExpertStore, SaysWhatItDoesNotDo) {
+  Rig::Options options = plain(Dtype::kBf16);
+  options.experts = streamed(0.5);
+  EXPECT_NE(failure_of([&] { Rig rig(options); }).find("[optimizer]"), std::string::npos);
+  options.optimizer = kStateInDdr;
+  options.config.moe.compute = ExpertCompute::kFp8;
+  EXPECT_NE(failure_of([&] { Rig rig(options); }).find("moe.compute"), std::string::npos);
+  options.config.moe.compute = ExpertCompute::kAsModel;
+  options.ddr = Amount::of(64_KiB);
+  EXPECT_NE(failure_of([&] { Rig rig(options); }).find("[ddr] budget"), std::string::npos);
+}
+
+// A checkpoint says nothing of tiers: what one wrote the other goes on from.
+TEST(Tiers, CheckpointsGoFromOneToTheOther) {
+  const fs::path folder = fs::path(::testing::TempDir()) / "checkpoint-tiers";
+  fs::remove_all(folder);
+  fs::create_directories(folder);
+  const std::string path = (folder / "run.safetensors").string();
+  for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
+    Rig::Options options[2] = {plain(compute), plain(compute)};
+    options[1].optimizer = kStateInDdr;
+    options[1].experts = streamed(0.2);
+    const Numbers expected = numbers_of(options[0]);
+    for (const int from : {0, 1}) {
+      for (const int to : {0, 1}) {
+        {
+          Rig first(options[from]);
+          (void)first.steps(2);
+          first.trainer().save(path);
+          EXPECT_EQ(first.steps(2), std::vector<float>(expected.losses.begin() + 2, expected.losses.end()))
+              << "saving changed the run";
+        }
+        Rig second(options[to]);
+        (void)second.steps(1);  // what it resumes over
+        second.trainer().resume(path);
+        const Numbers rest = numbers_of(second, 2);
+        EXPECT_EQ(rest.losses, std::vector<float>(expected.losses.begin() + 2, expected.losses.end()));
+        EXPECT_TRUE(rest.lasting == expected.lasting) << from << " to " << to;
+      }
+    }
+  }
+  fs::remove_all(folder);
+}
+
+Rig::Options all_tiers() {
+  Rig::Options options = plain(Dtype::kBf16);
+  options.config.model.layers = 3;
+  options.config.train.recompute = Recompute::kFull;
+  options.swapcore = SwapMode::kAuto;
+  options.optimizer = kStateInDdr;
+  options.experts = streamed(0.3);
+  return options;
+}
+
+std::optional<Numbers> numbers_or_error(const Rig::Options& options) {
+  try {
+    Rig rig(options);
+    return numbers_of(rig, 3);
+  } catch (const std::exception& error) {
+    EXPECT_FALSE(std::string(error.what()).empty());
+    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+    return std::nullopt;
+  }
+}
+
+TEST(Tiers, EndCleanlyOrChangeNothing) {
+  const auto expected = numbers_or_error(all_tiers());
+  ASSERT_TRUE(expected);
+  bool fired = true;
+  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 8) {
+    const ScopedFaults faults(fail_call(nth));
+    const auto numbers = numbers_or_error(all_tiers());
+    fired = faults.fired();
+    if (numbers) {
+      EXPECT_TRUE(*numbers == *expected) << "after failing call " << nth;
+    }
+  }
+  for (const FaultPoint point : {FaultPoint::kDeviceCopy, FaultPoint::kDeviceWait, FaultPoint::kDeviceRecord,
+                                 FaultPoint::kDevicePin, FaultPoint::kHostMap}) {
+    fired = true;
+    for (std::uint64_t nth = 1; fired; nth += 1 + nth / 5) {
+      const ScopedFaults faults(fail_call(point, nth));
+      const auto numbers = numbers_or_error(all_tiers());
+      fired = faults.fired();
+      if (numbers) {
+        EXPECT_TRUE(*numbers == *expected) << "after failing " << name_of(point) << " call " << nth;
+      }
+    }
+  }
+}
+
+// Somebody stops it in the middle: with copies under way everything is given back (the rig checks).
+TEST(Tiers, AStepThatIsNotFinishedLeavesNothing) {
+  Rig::Options options = all_tiers();
+  options.link_bytes_per_second = 20e6;
+  Rig rig(options);
+  (void)rig.steps(1);
+}
+
+}  // namespace
+}  // namespace terrace::trainer::test
