@@ -52,7 +52,8 @@ struct SessionCounters {
   std::uint64_t evictions = 0;  // cached outputs dropped because HBM was asked for
   std::uint64_t damaged = 0;    // what came back from DDR with another checksum, and was not used
   Bytes spilled, restored;
-  double stall_seconds = 0;
+  double stall_seconds = 0;  // for any reason
+  double expert_stall_seconds = 0, optimizer_stall_seconds = 0;
   std::array<std::uint64_t, kFallbackReasonCount> fallbacks{};  // by FallbackReason
   LinkUse::Ways link_windows;  // of the steps that ran by a plan and were timed
 };

@@ -47,6 +47,8 @@ Status Session::wait_for(Event event, StallReason reason) {
 void Session::Impl::count_stall(StallReason reason, double seconds) {
   if (seconds <= 0) return;
   counters.stall_seconds += seconds;
+  if (reason == StallReason::kExpertLate) counters.expert_stall_seconds += seconds;
+  if (reason == StallReason::kOptimizerLate) counters.optimizer_stall_seconds += seconds;
   metrics().add<Metric::kStallSeconds>(reason, seconds);
 }
 

@@ -130,6 +130,23 @@ void print_summary(const Trainer& trainer, const RunRecord& record, const Sessio
   if (!settings.export_to.empty()) std::printf("model written to %s\n", settings.export_to.c_str());
 }
 
+std::optional<RunRecord::Streamed> streamed_of(Trainer& trainer, const Session& session) {
+  const ExpertStore* experts = trainer.model().expert_store();
+  if (experts == nullptr && trainer.state() == nullptr) return std::nullopt;
+  RunRecord::Streamed streamed;
+  if (experts != nullptr) {
+    streamed.experts_in = experts->counters().fetched;
+    constexpr auto kExperts = static_cast<std::size_t>(Pool::kExpert);
+    streamed.experts_resident = session.hbm_usage().live_by_pool[kExperts];
+    streamed.experts_streamed = session.ddr_usage().live_by_pool[kExperts];
+  }
+  if (trainer.state() != nullptr) {
+    streamed.state_in = trainer.state()->counters().fetched;
+    streamed.state_out = trainer.state()->counters().written_back;
+  }
+  return streamed;
+}
+
 int run_parity(const Settings& settings) {
   const Parity parity = Parity::open(settings.model);
   const auto device = open_training_device(settings, parity.config());
@@ -203,6 +220,7 @@ int run(const Settings& settings) {
     if (!settings.json.empty() && !record.losses.empty()) write_report(settings.json, record, *session);
     throw;
   }
+  record.streamed = streamed_of(trainer, *session);
   if (!settings.json.empty()) write_report(settings.json, record, *session);
   if (timeline != nullptr) require(timeline->status());
   print_summary(trainer, record, *session, settings);

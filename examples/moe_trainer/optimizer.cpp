@@ -24,8 +24,28 @@ Optimizer::Optimizer(const TrainConfig& config, Memory& memory, const ParameterG
       session_(memory.session()),
       groups_(groups),
       sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)),
-      state_(StateStream::of(session_, groups,
-                             clips() ? StateStream::Order::kForward : StateStream::Order::kBackward)) {}
+      state_(StateStream::of(session_, order())) {}
+
+// The groups whose state lives in DDR, as they will be stepped; fills early_.
+StateStream::Groups Optimizer::order() {
+  StateStream::Groups early, late;
+  std::int64_t total = 0, before = 0;
+  for (const auto& group : groups_) total += group->streamed_count();
+  for (const auto& group : groups_) {
+    const std::int64_t count = group->streamed_count();
+    if (count == 0) continue;
+    const bool first_third = before < total / 3;
+    before += count;
+    if (clips() || first_third) {
+      late.push_back(group.get());
+    } else {
+      early.insert(early.begin(), group.get());
+      early_.insert(group.get());
+    }
+  }
+  early.insert(early.end(), late.begin(), late.end());
+  return early;
+}
 
 // One update of everything, or one of each part where they have made different numbers of steps.
 std::vector<StateStream::Update> Optimizer::updates(const StepsMade& made) const {
@@ -57,7 +77,7 @@ void Optimizer::clear_gradients() {
 }
 
 void Optimizer::last_walk(const StepsMade& made) {
-  if (state_ != nullptr && !clips()) in_walk_ = updates(made);
+  if (!early_.empty()) in_walk_ = updates(made);
 }
 
 void Optimizer::before_use(ParameterGroup& group) {
@@ -67,7 +87,7 @@ void Optimizer::before_use(ParameterGroup& group) {
 }
 
 void Optimizer::after_gradients(ParameterGroup& group) {
-  if (in_walk_.empty() || group.streamed_count() == 0) return;
+  if (in_walk_.empty() || !early_.contains(&group)) return;
   state_->step(group, in_walk_);
   stepped_.insert(&group);
 }

@@ -23,8 +23,10 @@ struct StepsMade {
 };
 
 // Groups whose state is in HBM are stepped on the compute stream at the step's end. Where it lives in DDR the
-// update runs beside compute: without clipping a group's begins when a walk has finished with its gradients,
-// and each ends when the next walk reaches the group, whose gradients are cleared then.
+// update runs beside compute, and each group's ends when the next walk reaches it, where its gradients are
+// cleared. With clipping all begin at the step's end, in the order in which the next walk asks for them.
+// Without, those of the first third of the numbers do: a forward pass is a third of a step. The others begin
+// when the walk has finished with their gradients.
 class Optimizer final : public GroupKeeper {
  public:
   // Memory, session and groups outlive it. Throws OutOfMemory.
@@ -40,11 +42,15 @@ class Optimizer final : public GroupKeeper {
   // The host waits until state in DDR is current, and may write it.
   void drain() const;
 
+  // Null where all state is in HBM.
+  [[nodiscard]] const StateStream* state() const { return state_.get(); }
+
   void before_use(ParameterGroup& group) override;
   void after_gradients(ParameterGroup& group) override;
 
  private:
   [[nodiscard]] std::vector<StateStream::Update> updates(const StepsMade& made) const;
+  [[nodiscard]] StateStream::Groups order();
   [[nodiscard]] bool clips() const { return config_.clip_norm > 0; }
 
   const TrainConfig& config_;
@@ -52,7 +58,8 @@ class Optimizer final : public GroupKeeper {
   const ParameterGroups& groups_;
   Tensor sum_of_squares_;
   std::vector<StateStream::Update> in_walk_;    // without clipping, in the last walk: what groups step by
-  std::set<const ParameterGroup*> stepped_;     // in that walk
+  std::set<const ParameterGroup*> early_;       // those that step in it
+  std::set<const ParameterGroup*> stepped_;     // those that have
   std::set<const ParameterGroup*> to_clear_;    // gradients of the step before, when its update is over
   std::unique_ptr<StateStream> state_;          // null: all of it is in HBM
 };

@@ -171,6 +171,15 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
   report["stall_seconds"] = counters.stall_seconds;
   report["fallbacks"] = json_of(counters.fallbacks);
   report["link_window_used"] = json_of(counters.link_windows);
+  if (record.streamed) {
+    report["experts_resident_bytes"] = record.streamed->experts_resident.count();
+    report["experts_ddr_bytes"] = record.streamed->experts_streamed.count();
+    report["experts_fetched_bytes"] = record.streamed->experts_in.count();
+    report["state_fetched_bytes"] = record.streamed->state_in.count();
+    report["state_written_bytes"] = record.streamed->state_out.count();
+    report["expert_stall_seconds"] = counters.expert_stall_seconds;
+    report["optimizer_stall_seconds"] = counters.optimizer_stall_seconds;
+  }
   report["losses"] = record.losses;
   auto& hex = report["losses_hex"] = nlohmann::ordered_json::array();
   for (const float loss : record.losses) hex.push_back(hex_of(loss));

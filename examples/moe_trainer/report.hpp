@@ -34,6 +34,11 @@ struct RunRecord {
     std::uint64_t fingerprint = 0, fingerprint_after = 0;
   };
   std::optional<Base> base;  // where adapters were put on one
+  struct Streamed {
+    Bytes experts_in, state_in, state_out;  // over the link, in all steps
+    Bytes experts_resident, experts_streamed;  // held in HBM, slots included, and in DDR
+  };
+  std::optional<Streamed> streamed;  // where any of it lives in DDR
 
   // Takes the session's peaks since the last call into `peaks`, and has them start again. Returns them.
   MemoryPeaks take_peaks(Session& session);

@@ -42,16 +42,14 @@ std::shared_ptr<const void> StreamScratch::take(Bytes size, Address* address) {
   return blocks_.back();
 }
 
-std::unique_ptr<StateStream> StateStream::of(Session& session, const ParameterGroups& groups, Order order) {
-  const bool any = std::any_of(groups.begin(), groups.end(),
-                               [](const auto& group) { return group->streamed_count() > 0; });
-  return any ? std::unique_ptr<StateStream>(new StateStream(session, groups, order)) : nullptr;
+std::unique_ptr<StateStream> StateStream::of(Session& session, const Groups& groups) {
+  return groups.empty() ? nullptr : std::unique_ptr<StateStream>(new StateStream(session, groups));
 }
 
-StateStream::StateStream(Session& session, const ParameterGroups& groups, Order order)
+StateStream::StateStream(Session& session, const Groups& groups)
     : session_(session), device_(session.device()) {
   try {
-    open(groups, order);
+    open(groups);
   } catch (...) {
     close();
     throw;
@@ -69,21 +67,17 @@ void StateStream::close() {
   if (at_home_) device_.destroy_stream(*at_home_);
 }
 
-void StateStream::open(const ParameterGroups& groups, Order order) {
+void StateStream::open(const Groups& groups) {
   stream_ = require(device_.create_stream(StreamPriority::kNormal));
   at_home_ = require(device_.create_stream(StreamPriority::kNormal));
   ready_ = new_event();
   scratch_.emplace(session_, *stream_, ready_);
   ops_ = require(make_ops(device_, *scratch_));
-  std::vector<const ParameterGroup*> streamed;
   std::int64_t total = 0, largest = 0;
-  for (const auto& group : groups) {
-    if (group->streamed_count() == 0) continue;
-    streamed.push_back(group.get());
+  for (const ParameterGroup* group : groups) {
     total += group->streamed_count();
     largest = std::max(largest, group->streamed_count());
   }
-  if (order == Order::kBackward) std::reverse(streamed.begin(), streamed.end());
   // A multiple of 64: what begins a chunk is aligned as what begins an arena.
   const std::int64_t chunk =
       std::min((largest + 63) / 64 * 64, std::clamp(total / kChunks / 64 * 64, kLeast, kMost));
@@ -93,7 +87,7 @@ void StateStream::open(const ParameterGroups& groups, Order order) {
                                       .pool = Pool::kOptimizer,
                                       .user = *stream_,
                                       .reason = CopyReason::kOptimizer}));
-  for (const ParameterGroup* group : streamed) add_chunks(*group, chunk);
+  for (const ParameterGroup* group : groups) add_chunks(*group, chunk);
 }
 
 Event StateStream::new_event() {

@@ -32,10 +32,10 @@ class StreamScratch final : public ScratchSource {
 
 class StateStream {
  public:
-  enum class Order : std::uint8_t { kForward, kBackward };  // of the groups: as in a list, or from its end
-  // Null where no group's state lives in DDR. Throws OutOfMemory, Failure.
-  [[nodiscard]] static std::unique_ptr<StateStream> of(Session& session, const ParameterGroups& groups,
-                                                       Order order);
+  using Groups = std::vector<const ParameterGroup*>;
+  // Of groups whose state lives in DDR, in the order in which they are stepped; null where there is none.
+  // Throws OutOfMemory, Failure.
+  [[nodiscard]] static std::unique_ptr<StateStream> of(Session& session, const Groups& groups);
   ~StateStream();
   StateStream(const StateStream&) = delete;
   StateStream& operator=(const StateStream&) = delete;
@@ -50,6 +50,7 @@ class StateStream {
   bool settle(const ParameterGroup& group);
   // The host waits until all state in DDR is that of the last step. After it the host may write it.
   void drain();
+  [[nodiscard]] const SlotRing::Counters& counters() const { return ring_->counters(); }
 
  private:
   struct Chunk {
@@ -63,8 +64,8 @@ class StateStream {
     Event stepped{}, home{};  // on the stream, and when the copies home have arrived
     bool pending = false;
   };
-  StateStream(Session& session, const ParameterGroups& groups, Order order);
-  void open(const ParameterGroups& groups, Order order);
+  StateStream(Session& session, const Groups& groups);
+  void open(const Groups& groups);
   void add_chunks(const ParameterGroup& group, std::int64_t chunk);
   void close();
   [[nodiscard]] Event new_event();

@@ -59,6 +59,7 @@ class Trainer {
   // Of what Options::base put under the adapters, as it was then; 0: nothing was.
   [[nodiscard]] std::uint64_t base_fingerprint() const { return base_fingerprint_; }
   [[nodiscard]] Model& model() { return *model_; }
+  [[nodiscard]] const StateStream* state() const { return optimizer_->state(); }
   [[nodiscard]] Ops& ops() { return *ops_; }
   [[nodiscard]] Memory& memory() { return memory_; }
 

@@ -1,75 +1,13 @@
 // Optimizer state and experts in DDR: the bits of a run that has all of it in HBM, inside a budget that would
-// not hold it, through checkpoints, and with any call failing.
-#include <algorithm>
+// not hold it, and through checkpoints.
 #include <filesystem>
-#include <map>
 
-#include "runtime/fault.hpp"
-#include "tests/trainer/trainer_rig.hpp"
+#include "tests/trainer/tiers_rig.hpp"
 
 namespace terrace::trainer::test {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kSteps = 4;
-constexpr Policy::Optimizer kStateInDdr{.tier = StateTier::kDdr};
-
-Policy::Experts streamed(double resident, int prefetch = 1) {
-  return {.resident = Amount::of_share(resident), .prefetch = prefetch};
-}
-
-// Five layers with experts that are most of the model.
-Config deep_config(Dtype compute) {
-  Config config = small_config();
-  config.model.layers = 5;
-  config.moe.experts = 8;
-  config.moe.expert_width = 64;
-  config.train.compute = compute;
-  config.train.warmup_steps = 1;
-  config.train.learning_rate = 1e-2;
-  return config;
-}
-
-Rig::Options plain(Dtype compute) {
-  Rig::Options options;
-  options.config = deep_config(compute);
-  return options;
-}
-
-Rig::Options adapters(Dtype compute, LoraBase base) {
-  Rig::Options options = plain(compute);
-  options.config.lora = {.rank = 2, .targets = {"kda.q", "moe.fc1_up", "moe.fc2"}, .base = base};
-  return options;
-}
-
-struct Numbers {
-  std::vector<float> losses;
-  std::map<std::string, std::vector<float>> lasting;  // values and moments of what is trained
-  bool operator==(const Numbers&) const = default;
-};
-
-Numbers numbers_of(Rig& rig, int steps) {
-  Numbers all{.losses = rig.steps(steps), .lasting = {}};
-  rig.trainer().settle();
-  const auto read = [&](const float* device, const float* home, std::int64_t count) {
-    return home != nullptr ? std::vector<float>(home, home + count) : rig.read(device, count);
-  };
-  for (const auto& group : rig.trainer().model().groups()) {
-    for (const Parameter& p : group->parameters()) {
-      if (!p.trained()) continue;
-      all.lasting[p.name] = read(p.value, p.home.value, p.count());
-      all.lasting[p.name + ".m"] = read(p.m, p.home.m, p.count());
-      all.lasting[p.name + ".v"] = read(p.v, p.home.v, p.count());
-    }
-  }
-  return all;
-}
-
-Numbers numbers_of(const Rig::Options& options) {
-  Rig rig(options);
-  return numbers_of(rig, kSteps);
-}
 
 // Recomputation and Swap Core change no bit, so all of these are one run's.
 void expect_same_numbers(const Rig::Options& resident, const Rig::Options& tiered, const std::string& what) {
@@ -162,12 +100,8 @@ TEST(ExpertStore, TrainedExpertsGiveTheSameBits) {
       resident.config.train.clip_norm = clip;
       Rig::Options tiered = resident;
       tiered.optimizer = kStateInDdr;
-      for (const int prefetch : {1, 3}) {
-        tiered.experts = streamed(0.2, prefetch);
-        expect_same_numbers(resident, tiered,
-                            std::string(name_of(compute)) + ", clip " + std::to_string(clip) + ", " +
-                                std::to_string(prefetch) + " ahead");
-      }
+      tiered.experts = streamed(0.2, clip > 0 ? 1 : 3);
+      expect_same_numbers(resident, tiered, std::string(name_of(compute)) + ", clip " + std::to_string(clip));
     }
   }
 }
@@ -176,14 +110,12 @@ TEST(ExpertStore, TrainedExpertsGiveTheSameBits) {
 TEST(ExpertStore, AModelOfFourTimesTheBudgetRuns) {
   Rig::Options large = adapters(Dtype::kBf16, LoraBase::kAsModel);
   large.config.model.layers = 24;
-  large.config.moe.experts = 16;
+  large.config.moe.experts = 20;
   large.config.moe.latent = 64;
   large.config.moe.expert_width = 128;
   large.config.lora.targets = {"kda.q", "dsa.out"};
   large.config.train.recompute = Recompute::kFull;
-  large.capacity = 64_MiB;
   Rig::Options small = large;
-  large.budget = 60_MiB;
   small.budget = 5_MiB;
   small.experts = streamed(0);
   Rig resident(large);
@@ -216,7 +148,7 @@ TEST(Tiers, CheckpointsGoFromOneToTheOther) {
     Rig::Options options[2] = {plain(compute), plain(compute)};
     options[1].optimizer = kStateInDdr;
     options[1].experts = streamed(0.2);
-    const Numbers expected = numbers_of(options[0]);
+    const Numbers expected = numbers_of(options[0], 4);
     for (const int from : {0, 1}) {
       for (const int to : {0, 1}) {
         {
@@ -236,61 +168,6 @@ TEST(Tiers, CheckpointsGoFromOneToTheOther) {
     }
   }
   fs::remove_all(folder);
-}
-
-Rig::Options all_tiers() {
-  Rig::Options options = plain(Dtype::kBf16);
-  options.config.model.layers = 3;
-  options.config.train.recompute = Recompute::kFull;
-  options.swapcore = SwapMode::kAuto;
-  options.optimizer = kStateInDdr;
-  options.experts = streamed(0.3);
-  return options;
-}
-
-std::optional<Numbers> numbers_or_error(const Rig::Options& options) {
-  try {
-    Rig rig(options);
-    return numbers_of(rig, 3);
-  } catch (const std::exception& error) {
-    EXPECT_FALSE(std::string(error.what()).empty());
-    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
-    return std::nullopt;
-  }
-}
-
-TEST(Tiers, EndCleanlyOrChangeNothing) {
-  const auto expected = numbers_or_error(all_tiers());
-  ASSERT_TRUE(expected);
-  bool fired = true;
-  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 8) {
-    const ScopedFaults faults(fail_call(nth));
-    const auto numbers = numbers_or_error(all_tiers());
-    fired = faults.fired();
-    if (numbers) {
-      EXPECT_TRUE(*numbers == *expected) << "after failing call " << nth;
-    }
-  }
-  for (const FaultPoint point : {FaultPoint::kDeviceCopy, FaultPoint::kDeviceWait, FaultPoint::kDeviceRecord,
-                                 FaultPoint::kDevicePin, FaultPoint::kHostMap}) {
-    fired = true;
-    for (std::uint64_t nth = 1; fired; nth += 1 + nth / 5) {
-      const ScopedFaults faults(fail_call(point, nth));
-      const auto numbers = numbers_or_error(all_tiers());
-      fired = faults.fired();
-      if (numbers) {
-        EXPECT_TRUE(*numbers == *expected) << "after failing " << name_of(point) << " call " << nth;
-      }
-    }
-  }
-}
-
-// Somebody stops it in the middle: with copies under way everything is given back (the rig checks).
-TEST(Tiers, AStepThatIsNotFinishedLeavesNothing) {
-  Rig::Options options = all_tiers();
-  options.link_bytes_per_second = 20e6;
-  Rig rig(options);
-  (void)rig.steps(1);
 }
 
 }  // namespace
