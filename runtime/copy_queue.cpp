@@ -266,8 +266,8 @@ Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
   held_.push_back(job);
   dispatch();
   if (job->error) return *job->error;
-  // An urgent copy may have become ready since: then nothing went out, and who promotes the job comes past the
-  // lane that waits.
+  // An urgent copy may have become ready since: then nothing went out, and who promotes the job comes past
+  // the lane that waits.
   if (at_once && after != Event{} && job->held && job->in_flight == 0) {
     if (Status behind = gate(*job, after); !behind.ok()) return behind;
   }

@@ -23,9 +23,7 @@ constexpr std::array<std::string_view, 6> kOfTraining = {"dsa.index_loss_weight"
                                                          "moe.balance",           "moe.balance_rate",
                                                          "moe.compute",           "moe.sequence_loss_weight"};
 
-bool is_frozen(const NamedArray& array) {
-  return array.parameter == nullptr || !array.parameter->trained();
-}
+bool is_frozen(const NamedArray& array) { return array.parameter == nullptr || !array.parameter->trained(); }
 
 // Canonical text by key.
 std::map<std::string, std::string> keys_in(const std::string& canonical) {
@@ -102,8 +100,8 @@ std::uint64_t base_fingerprint(Session& session, const Model& model) {
     // Where it is: on the device, or in DDR.
     const auto add = [&](const auto* from, const auto* home, std::int64_t numbers) {
       if (home != nullptr) {
-        hash = hash_text({reinterpret_cast<const char*>(home), static_cast<std::size_t>(numbers) * sizeof *home},
-                         hash);
+        hash = hash_text(
+            {reinterpret_cast<const char*>(home), static_cast<std::size_t>(numbers) * sizeof *home}, hash);
         return;
       }
       const std::vector<std::byte> bytes = download_bytes(session, reinterpret_cast<const std::byte*>(from),

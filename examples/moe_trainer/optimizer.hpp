@@ -57,11 +57,11 @@ class Optimizer final : public GroupKeeper {
   Session& session_;
   const ParameterGroups& groups_;
   Tensor sum_of_squares_;
-  std::vector<StateStream::Update> in_walk_;    // without clipping, in the last walk: what groups step by
-  std::set<const ParameterGroup*> early_;       // those that step in it
-  std::set<const ParameterGroup*> stepped_;     // those that have
-  std::set<const ParameterGroup*> to_clear_;    // gradients of the step before, when its update is over
-  std::unique_ptr<StateStream> state_;          // null: all of it is in HBM
+  std::vector<StateStream::Update> in_walk_;  // without clipping, in the last walk: what groups step by
+  std::set<const ParameterGroup*> early_;     // those that step in it
+  std::set<const ParameterGroup*> stepped_;   // those that have
+  std::set<const ParameterGroup*> to_clear_;  // gradients of the step before, when its update is over
+  std::unique_ptr<StateStream> state_;        // null: all of it is in HBM
 };
 
 }  // namespace terrace::trainer

@@ -66,8 +66,9 @@ void ParameterGroup::fill_piece(Ops& ops, Stream stream, const Parameter& p, Ran
     const Tensor scale = here ? Tensor{} : memory_->tensor(1, scales, Pool::kScratch);
     auto* const q_at = here ? p.block_numbers + first : reinterpret_cast<std::int8_t*>(q->address);
     float* const scale_at = here ? p.block_scale + first_scale : scale.f32();
-    ops.run(stream, QuantiseBlocks{
-                        .rows = numbers.rows, .width = p.width(), .x = numbers, .q = q_at, .scale = scale_at});
+    ops.run(
+        stream,
+        QuantiseBlocks{.rows = numbers.rows, .width = p.width(), .x = numbers, .q = q_at, .scale = scale_at});
     if (here) return;
     copy_numbers(session, Direction::kD2H, p.home.block_numbers + first, q_at, fill.count);
     copy_numbers(session, Direction::kD2H, p.home.block_scale + first_scale, scale_at, scales);

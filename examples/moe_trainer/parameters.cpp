@@ -54,8 +54,7 @@ ParameterGroup::Arena ParameterGroup::arena_of(const Parameter& parameter) const
 
 // Whether products read a bf16 copy of it, and nobody its fp32 values.
 bool ParameterGroup::has_copy(const Parameter& parameter) const {
-  return compute_ != Dtype::kF32 && parameter.decay == Decay::kYes &&
-         parameter.precision != Precision::kFp32;
+  return compute_ != Dtype::kF32 && parameter.decay == Decay::kYes && parameter.precision != Precision::kFp32;
 }
 
 // The same order whatever lives where: sums over the arenas then have the same bits.
@@ -215,13 +214,14 @@ void ParameterGroup::place_expert(std::size_t index, std::byte* block) {
       numbers = base == nullptr
                     ? nullptr
                     : reinterpret_cast<std::int8_t*>(base + layout.blocks.count()) + offsets_[index];
-      scale = base == nullptr ? nullptr
-                              : reinterpret_cast<float*>(base + layout.scales.count()) + scale_offsets_[index];
+      scale = base == nullptr
+                  ? nullptr
+                  : reinterpret_cast<float*>(base + layout.scales.count()) + scale_offsets_[index];
       return;
     }
-    std::byte* const at =
-        base == nullptr ? nullptr
-                        : base + (p.trained() ? 0_B : layout.frozen).count() + offsets_[index] * bytes_of(compute_);
+    std::byte* const at = base == nullptr ? nullptr
+                                          : base + (p.trained() ? 0_B : layout.frozen).count() +
+                                                offsets_[index] * bytes_of(compute_);
     if (compute_ == Dtype::kF32) value = reinterpret_cast<float*>(at);
     if (compute_ == Dtype::kBf16) copy = reinterpret_cast<Bf16*>(at);
   };
@@ -262,7 +262,11 @@ StateRun ParameterGroup::home(std::int64_t first, std::int64_t count) const {
   const auto floats = [first](const BlockRef& block) {
     return block != nullptr ? reinterpret_cast<float*>(block->address) + first : nullptr;
   };
-  StateRun run{.first = first, .count = count, .value = floats(value_home_), .m = floats(m_home_), .v = floats(v_home_)};
+  StateRun run{.first = first,
+               .count = count,
+               .value = floats(value_home_),
+               .m = floats(m_home_),
+               .v = floats(v_home_)};
   if (expert_home_ == nullptr) return run;
   if (compute_ == Dtype::kF32) run.value = floats(expert_home_);
   if (compute_ == Dtype::kBf16) run.copy = reinterpret_cast<Bf16*>(expert_home_->address) + first;
@@ -270,7 +274,9 @@ StateRun ParameterGroup::home(std::int64_t first, std::int64_t count) const {
 }
 
 ParameterGroup::StateExtent ParameterGroup::extent(const StateRun& run) const {
-  const auto before = [&run](std::int64_t end) { return std::clamp<std::int64_t>(end - run.first, 0, run.count); };
+  const auto before = [&run](std::int64_t end) {
+    return std::clamp<std::int64_t>(end - run.first, 0, run.count);
+  };
   if (compute_ == Dtype::kF32) return {.values = expert_home_ != nullptr ? before(experts_) : 0};
   return {.values = value_home_ != nullptr ? before(copied_) : 0,
           .copies = expert_home_ != nullptr ? before(experts_) : 0};

@@ -31,7 +31,7 @@ namespace terrace::trainer {
 enum class Decay : std::uint8_t { kYes, kNo };  // matrices, and all else
 enum class Training : std::uint8_t { kYes, kNo };
 enum class Holder : std::uint8_t { kLayer, kExperts };  // whose block what products read lies in
-enum class Part : std::uint8_t { kModel, kIndexer };  // an indexer may learn while the rest stands still
+enum class Part : std::uint8_t { kModel, kIndexer };    // an indexer may learn while the rest stands still
 enum class Precision : std::uint8_t {
   kBase,
   kCompute,
@@ -185,7 +185,7 @@ class ParameterGroup {
   // Numbers at the front of the arenas: of trained experts; with those of all that products read by a bf16
   // copy; of all that decays, the matrices.
   std::int64_t experts_ = 0, copied_ = 0, decayed_ = 0;
-  std::int64_t trained_ = 0;           // those that are trained: then vectors that are not
+  std::int64_t trained_ = 0;  // those that are trained: then vectors that are not
   std::int64_t count_ = 0;
   std::int64_t frozen_count_ = 0;
   Memory* memory_ = nullptr;

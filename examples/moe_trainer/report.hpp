@@ -35,7 +35,7 @@ struct RunRecord {
   };
   std::optional<Base> base;  // where adapters were put on one
   struct Streamed {
-    Bytes experts_in, state_in, state_out;  // over the link, in all steps
+    Bytes experts_in, state_in, state_out;     // over the link, in all steps
     Bytes experts_resident, experts_streamed;  // held in HBM, slots included, and in DDR
   };
   std::optional<Streamed> streamed;  // where any of it lives in DDR

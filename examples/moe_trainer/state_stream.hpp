@@ -60,7 +60,7 @@ class StateStream {
   };
   struct Group {
     std::vector<Chunk> chunks;
-    std::size_t first = 0;  // of them in sequence_
+    std::size_t first = 0;    // of them in sequence_
     Event stepped{}, home{};  // on the stream, and when the copies home have arrived
     bool pending = false;
   };

@@ -104,7 +104,8 @@ float Trainer::take_step() {
   require(session_.device().fill(session_.compute(), loss_sum_.block->address, 0, loss_sum_.bytes()));
   optimizer_->clear_gradients();
   const std::int64_t step = steps_done_ + 1;
-  const StepsMade made{.model = std::max<std::int64_t>(0, step - config().dsa.warmup_steps), .indexers = step};
+  const StepsMade made{.model = std::max<std::int64_t>(0, step - config().dsa.warmup_steps),
+                       .indexers = step};
   for (std::uint32_t i = 0; i < config().train.micro_batches; ++i) {
     const Pass pass{.session = session_,
                     .memory = memory_,

@@ -64,8 +64,8 @@ class SlotRing {
   // Precondition: it fits into every slot.
   [[nodiscard]] ItemId add(std::vector<Piece> pieces);
 
-  // What is used next, in that order: brought as far as slots are free of these and of what is in use. Errors:
-  // copy errors, those of the slot's last copy home among them.
+  // What is used next, in that order: brought as far as slots are free of these and of what is in use.
+  // Errors: copy errors, those of the slot's last copy home among them.
   [[nodiscard]] Status expect(std::span<const ItemId> next);
   // The addresses of the item's pieces, ready on the user's stream. Precondition: not in use, and fewer items
   // in use than slots. Errors: as of expect().
@@ -99,9 +99,9 @@ class SlotRing {
     BlockRef block;
     Event used{};  // the user's last work on it
     State state = State::kEmpty;
-    std::uint32_t item = 0;      // unless empty
-    std::uint64_t age = 0;       // of the last fetch or release
-    Ticket in{}, out{};          // null: none in flight, as far as anybody has looked
+    std::uint32_t item = 0;  // unless empty
+    std::uint64_t age = 0;   // of the last fetch or release
+    Ticket in{}, out{};      // null: none in flight, as far as anybody has looked
     std::vector<Address> pieces{};
   };
   struct Item {

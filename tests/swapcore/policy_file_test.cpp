@@ -71,6 +71,9 @@ void expect_same_policy(const Policy& a, const Policy& b) {
   EXPECT_EQ(a.swapcore.rules.size(), b.swapcore.rules.size());
   EXPECT_EQ(a.checkpoint.budget, b.checkpoint.budget);
   EXPECT_EQ(a.checkpoint.contingency, b.checkpoint.contingency);
+  EXPECT_EQ(a.experts.resident, b.experts.resident);
+  EXPECT_EQ(a.experts.prefetch, b.experts.prefetch);
+  EXPECT_EQ(a.optimizer.tier, b.optimizer.tier);
   EXPECT_EQ(a.metrics.listen, b.metrics.listen);
   EXPECT_EQ(a.daemon.socket, b.daemon.socket);
 }

@@ -59,6 +59,11 @@ action = "auto"
 [checkpoint]
 budget = "2GiB"
 contingency = "fail"
+[experts]
+resident = "12GiB"
+prefetch = 3
+[optimizer]
+tier = "ddr"
 [metrics]
 listen = "[::1]:0"
 [daemon]
@@ -88,6 +93,9 @@ socket = "/tmp/t.sock"
   EXPECT_EQ(second.last_step, UINT64_MAX);
   EXPECT_EQ(p.checkpoint.budget, Amount::of(2_GiB));
   EXPECT_EQ(p.checkpoint.contingency, Contingency::kFail);
+  EXPECT_EQ(p.experts.resident, Amount::of(12_GiB));
+  EXPECT_EQ(p.experts.prefetch, 3);
+  EXPECT_EQ(p.optimizer.tier, StateTier::kDdr);
   EXPECT_EQ(p.metrics.listen, "[::1]:0");
   EXPECT_EQ(p.daemon.socket, "/tmp/t.sock");
 }

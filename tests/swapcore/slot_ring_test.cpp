@@ -158,9 +158,8 @@ TEST(SlotRing, OthersRenewAHome) {
   ASSERT_TRUE(device.synchronize(ring.user));
   const Event written = *device.create_event();
   // On another stream, and later than the next fetch is asked for.
-  ASSERT_TRUE(device.launch_host(ring.tiers.compute, [&, home = ring.homes[0]] {
-    std::memset(home.address, 9, kPiece.count());
-  }));
+  ASSERT_TRUE(device.launch_host(
+      ring.tiers.compute, [&, home = ring.homes[0]] { std::memset(home.address, 9, kPiece.count()); }));
   ASSERT_TRUE(device.record(ring.tiers.compute, written));
   ring.ring->renew_behind(ring.ids[0], written);
   ring.expected[0] = 9;

@@ -57,7 +57,7 @@ class Rig {
     std::string text = sample_text(4000);
     std::string model = {};   // folder of a public model; then only config.train and .images count
     std::string images = {};  // folder of images; empty: made ones, where config.images asks for any
-    std::string base = {};   // checkpoint under adapters
+    std::string base = {};    // checkpoint under adapters
     Bytes capacity = 512_MiB;
     Bytes budget = 256_MiB;
     SwapMode swapcore = SwapMode::kOff;
@@ -92,13 +92,12 @@ class Rig {
         config.images = options.config.images;
       }
       if (config.images.patch > 0) images_ = open_images(options.images, config, options.seed);
-      trainer_ = std::make_unique<Trainer>(
-          *session_, corpus_,
-          Trainer::Options{.config = config,
-                           .seed = options.seed,
-                           .model = folder_ ? &*folder_ : nullptr,
-                           .base = options.base,
-                           .images = images_.get()});
+      trainer_ = std::make_unique<Trainer>(*session_, corpus_,
+                                           Trainer::Options{.config = config,
+                                                            .seed = options.seed,
+                                                            .model = folder_ ? &*folder_ : nullptr,
+                                                            .base = options.base,
+                                                            .images = images_.get()});
     } catch (...) {
       close();
       throw;

@@ -1,5 +1,5 @@
-// With state and experts in DDR, whichever call of the device fails: one clean error or the numbers of a run in
-// which none did, and everything is given back (the rig checks).
+// With state and experts in DDR, whichever call of the device fails: one clean error or the numbers of a run
+// in which none did, and everything is given back (the rig checks).
 #include <optional>
 
 #include "runtime/fault.hpp"

@@ -67,7 +67,8 @@ TEST(OptimizerTier, TakesTheStateOutOfHbm) {
 TEST(ExpertStore, SpreadsWhatStays) {
   const auto staying = [](std::vector<Bytes> layers, Bytes resident) {
     std::string text;
-    for (const StateTier tier : ExpertStore::spread(layers, resident)) text += tier == StateTier::kHbm ? 'h' : 'd';
+    for (const StateTier tier : ExpertStore::spread(layers, resident))
+      text += tier == StateTier::kHbm ? 'h' : 'd';
     return text;
   };
   const std::vector<Bytes> eight(8, 3_MiB);

@@ -148,8 +148,8 @@ void Experts::allocate(Memory& memory) {
 }
 
 void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) {
-  const ExpertUse use(group_, pass.phase == Phase::kRecompute ? ExpertStore::Way::kBackward
-                                                              : ExpertStore::Way::kForward);
+  const ExpertUse use(
+      group_, pass.phase == Phase::kRecompute ? ExpertStore::Way::kBackward : ExpertStore::Way::kForward);
   for (ExpertMatrix* each : {&fc1_gate_, &fc1_up_, &fc2_}) {
     if (each->quantised) each->quantised.refresh(pass, each->base);
   }

@@ -72,12 +72,14 @@ std::vector<StateTier> Model::expert_tiers(const Policy& policy, const Parameter
     streamed = streamed || tiers[i] == StateTier::kDdr;
   }
   if (streamed && config_.moe.compute == ExpertCompute::kFp8) {
-    bad_input("experts.resident: moe.compute = \"fp8\" keeps 8-bit copies of all experts in HBM; use resident = "
-              "\"100%\", or moe.compute = \"same\"");
+    bad_input(
+        "experts.resident: moe.compute = \"fp8\" keeps 8-bit copies of all experts in HBM; use resident = "
+        "\"100%\", or moe.compute = \"same\"");
   }
   if (streamed && trained && policy.optimizer.tier != StateTier::kDdr) {
-    bad_input("experts.resident: trained experts leave HBM together with their optimizer state; set [optimizer] "
-              "tier = \"ddr\", or resident = \"100%\"");
+    bad_input(
+        "experts.resident: trained experts leave HBM together with their optimizer state; set [optimizer] "
+        "tier = \"ddr\", or resident = \"100%\"");
   }
   return tiers;
 }
