@@ -90,7 +90,10 @@ void Session::Impl::measure() {
   fragments = 0_B;
   leave_to_fragments(saturating_sub(usage.mapped_peak, usage.live_peak));
   snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
-  snapshot.ddr_cache_limit = budgets.swapcore_ddr;
+  const PoolUsage in_ddr = ddr->usage();
+  const Bytes at_home = in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kOptimizer)] +
+                        in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kExpert)];
+  snapshot.ddr_cache_limit = std::min(budgets.swapcore_ddr, saturating_sub(budgets.ddr, at_home));
   snapshot.h2d_bytes_per_second = h2d_rate;
   snapshot.d2h_bytes_per_second = d2h_rate;
   snapshot.both_bytes_per_second = two_way_rate;

@@ -53,6 +53,20 @@ class CopyCountingDevice final : public Device {
     const std::lock_guard lock(mutex_);
     return watched_;
   }
+  // Copies that wait in their stream for a turn; all before them has been done.
+  [[nodiscard]] int at_the_turn(Stream stream) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream);
+    return found == streams_.end() ? 0 : found->second.waiting;
+  }
+  // What happens right before the next wait() of a stream for an event.
+  void before_next_wait(std::function<void()> happens) { before_wait_ = std::move(happens); }
+  // wait() calls so far that named the stream.
+  [[nodiscard]] int waits(Stream stream) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream);
+    return found == streams_.end() ? 0 : found->second.waits;
+  }
   // From now on each copy_batch() waits in its stream until let() has a turn for it.
   void hold_copies() {
     const std::lock_guard lock(mutex_);
@@ -136,7 +150,14 @@ class CopyCountingDevice final : public Device {
   Result<Event> create_event() override { return inner_.create_event(); }
   void destroy_event(Event event) override { inner_.destroy_event(event); }
   Status record(Stream stream, Event event) override { return inner_.record(stream, event); }
-  Status wait(Stream stream, Event event) override { return inner_.wait(stream, event); }
+  Status wait(Stream stream, Event event) override {
+    if (const auto happens = std::exchange(before_wait_, nullptr)) happens();
+    {
+      const std::lock_guard lock(mutex_);
+      ++streams_[stream].waits;
+    }
+    return inner_.wait(stream, event);
+  }
   Status launch_host(Stream stream, std::function<void()> work) override {
     return inner_.launch_host(stream, std::move(work));
   }
@@ -160,11 +181,13 @@ class CopyCountingDevice final : public Device {
  private:
   struct Counts {
     Bytes under_way, peak;
-    int turns = 0;
+    int turns = 0, waiting = 0, waits = 0;
   };
   void take_turn(Stream stream) {
     std::unique_lock lock(mutex_);
+    ++streams_[stream].waiting;
     changed_.wait(lock, [&] { return !held_ || streams_[stream].turns > 0; });
+    --streams_[stream].waiting;
     if (held_) --streams_[stream].turns;
   }
 
@@ -172,6 +195,7 @@ class CopyCountingDevice final : public Device {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool held_ = false;
+  std::function<void()> before_wait_;  // of the test's own thread
   int watched_ = 0;
   std::map<Stream, Counts> streams_;
   std::vector<Batch> batches_;

@@ -270,6 +270,40 @@ TEST_F(CopyQueueTest, APromotedRestWaitsForItsOwnEvent) {
   EXPECT_GT(*engine_->seconds(started), 0);
 }
 
+// A copy that could have gone out at once, had not an urgent one become ready between the look and the
+// sending.
+TEST_F(CopyQueueTest, APromotedCopyOfWhichNothingWentOutWaitsForItsEvent) {
+  fill(hbm(0), 1, 2);
+  counting_->hold_copies();
+  const auto moving = submit(urgent(), down(8));
+  const Stream lane = counting_->batches()[0].stream;
+  while (counting_->at_the_turn(lane) == 0) std::this_thread::yield();
+  const Stream other = *device_->create_stream(StreamPriority::kNormal);
+  Gate soon(*device_, other);
+  const auto behind = submit(urgent(soon.event()), down(9));
+  Gate gate(*device_, compute_);
+  ASSERT_TRUE(device_->fill(compute_, hbm(0), 2, 2 * kBlock).ok());
+  ASSERT_TRUE(device_->record(compute_, gate.event()).ok());
+  counting_->before_next_wait([&] {
+    soon.open();
+    ASSERT_TRUE(device_->synchronize(other).ok());
+    ASSERT_TRUE(device_->synchronize(counting_->created().back()).ok());
+  });
+  const auto gated = submit(background(gate.event()), down(0, 2));
+  ASSERT_EQ(held(), 2 * kBlock) << "nothing of it went out";
+  const int before = counting_->waits(lane);
+  ASSERT_TRUE(gated.promote().ok());
+  EXPECT_EQ(counting_->waits(lane), before + 1);
+  counting_->let_all();
+  ASSERT_TRUE(behind.synchronize().ok());
+  EXPECT_FALSE(gated.done());
+  gate.open();
+  ASSERT_TRUE(gated.synchronize().ok());
+  EXPECT_TRUE(all(host(0), 2, 2)) << "what was there before the event was copied";
+  ASSERT_TRUE(moving.synchronize().ok());
+  device_->destroy_stream(other);
+}
+
 TEST_F(CopyQueueTest, ACapHoldsBackgroundCopiesAndNotUrgentOnes) {
   fill(hbm(0), 3, 16);
   engine_->set_cap(Direction::kD2H, 1);  // a byte a second
