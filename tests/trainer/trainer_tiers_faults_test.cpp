@@ -21,7 +21,7 @@ Rig::Options all_tiers() {
 std::optional<Numbers> numbers_or_error(const Rig::Options& options) {
   try {
     Rig rig(options);
-    return numbers_of(rig, 3);
+    return numbers_of(rig, 2);
   } catch (const std::exception& error) {
     EXPECT_FALSE(std::string(error.what()).empty());
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
@@ -33,7 +33,7 @@ TEST(Tiers, EndCleanlyOrChangeNothing) {
   const auto expected = numbers_or_error(all_tiers());
   ASSERT_TRUE(expected);
   bool fired = true;
-  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 5) {
+  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 4) {
     const ScopedFaults faults(fail_call(nth));
     const auto numbers = numbers_or_error(all_tiers());
     fired = faults.fired();

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""bench/experts.py: the configurations that it makes, its floors, and what makes it fail, with a program that stands in
+for the trainer."""
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# 12 ms with anything in DDR, else 10; three steps move 6 MB in and 3 MB home.
+TRAINER = """#!/usr/bin/env python3
+import json, os, sys
+options = dict(zip(sys.argv[1:], sys.argv[2:]))
+policy = open(options["--policy"]).read()
+tiered = "[" in policy
+span = {"forward_seconds": 1e-3, "backward_seconds": 2e-3}
+loss = 2.5 + (1e-7 if tiered and os.environ.get("FAKE_OTHER_BITS") else 0)
+json.dump({"ms_per_step": 12.0 if tiered else 10.0, "hbm_peak_bytes": 1, "ddr_peak_bytes": 2, "losses": [loss] * 3,
+           "losses_hex": [loss.hex()] * 3, "experts_fetched_bytes": 6e6, "state_fetched_bytes": 60e6, "state_written_bytes": 30e6,
+           "expert_stall_seconds": 0.003, "optimizer_stall_seconds": 0.006,
+           "swapcore_snapshot": {"layers": [span], "head": span, "micro_batches": 1, "h2d_bytes_per_second": 1e9,
+                                 "d2h_bytes_per_second": 1e9, "both_bytes_per_second": 1.5e9}}, open(options["--json"], "w"))
+"""
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("experts", ROOT / "bench" / "experts.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["experts"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Configurations(unittest.TestCase):
+    def test_keys_are_set_where_they_belong(self):
+        text = "[moe]\nexperts = 8\n\n[train]\nbatch = 2\n"
+        made = tomllib.loads(load().with_keys(text, {("moe", "experts"): 16, ("train", "clip_norm"): 0.0,
+                                                     ("train", "batch"): 5, ("lora", "rank"): 4}))
+        self.assertEqual(made, {"moe": {"experts": 16}, "train": {"batch": 5, "clip_norm": 0.0}, "lora": {"rank": 4}})
+
+
+class Verdicts(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        (self.folder / "bin").mkdir()
+        (self.folder / "art").write_text("some text", encoding="utf-8")
+        trainer = self.folder / "bin" / "moe_trainer"
+        trainer.write_text(TRAINER, encoding="utf-8")
+        trainer.chmod(0o755)
+
+    def run_bench(self, *more, **fakes):
+        command = [sys.executable, str(ROOT / "bench" / "experts.py"), "--build", str(self.folder), "--device", "emulated", "--quick",
+                   "--out", str(self.folder / "out"), "--steps", "3", *more]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False,
+                                env={**os.environ, "TERRACE_TEXT_DIR": str(self.folder), **fakes})
+        rows = {(row["case"], row["system"], row["metric"]): row for row in map(json.loads, answer.stdout.splitlines())}
+        return answer, rows
+
+    def test_rows_and_floors(self):
+        answer, rows = self.run_bench()
+        self.assertEqual(answer.returncode, 0, answer.stderr)
+        ratio = rows["experts@24", "terrace", "step_time_ratio_to_resident"]
+        self.assertAlmostEqual(ratio["value"], 1.2)
+        self.assertEqual(ratio["floor"], 1.0)  # 2 ms on the link in a step of 10
+        self.assertAlmostEqual(rows["experts@96", "terrace", "stall_ms"]["value"], 1)
+        # A step's 20 and 10 MB take 20 ms: the slower of one way alone and both together. 2 ms of forward, 4 of backward.
+        self.assertAlmostEqual(rows["optimizer-clip", "terrace", "link_ms"]["value"], 20)
+        self.assertAlmostEqual(rows["optimizer-clip", "terrace", "added_ms"]["floor"], 18)
+        self.assertAlmostEqual(rows["optimizer-no-clip", "terrace", "added_ms"]["floor"], 14)
+        self.assertAlmostEqual(rows["optimizer-no-clip", "terrace", "added_ratio_to_floor"]["value"], 2 / 14)
+
+    def test_one_load_alone(self):
+        _, rows = self.run_bench("--part", "experts", "--tokens-per-expert", "96")
+        self.assertEqual({case for case, _, _ in rows}, {"experts@96"})
+
+    def test_other_bits(self):
+        answer, _ = self.run_bench(FAKE_OTHER_BITS="1")
+        self.assertEqual(answer.returncode, 1)
+        self.assertIn("experts@24: losses differ", answer.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
