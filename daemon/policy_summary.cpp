@@ -117,8 +117,9 @@ std::string policy_summary(const Policy& policy) {
        "activations may hold " +
            text_of(policy.checkpoint.budget, "the device budget", "what the device budget leaves") +
            " of HBM; the rest is " + text_of(policy.checkpoint.contingency));
-  line("experts     ", text_of(policy.experts.resident, "expert weights", "all") + " kept in HBM, fetched " +
-                           std::to_string(policy.experts.prefetch) + " layers ahead else");
+  line("experts     ", text_of(policy.experts.resident, "expert weights", "all") +
+                           " kept in HBM; the rest comes from DDR, as many layers ahead: " +
+                           std::to_string(policy.experts.prefetch));
   line("optimizer   ", std::string("state in ") + (policy.optimizer.tier == StateTier::kDdr ? "DDR" : "HBM"));
   line("metrics     ", "http://" + policy.metrics.listen + "/metrics");
   line("daemon      ", policy.daemon.socket);

@@ -235,7 +235,7 @@ TEST(CopyReasons, EachHasItsOwnName) {
   std::set<std::string> names;
   for (int reason = 0; reason < kCopyReasonCount; ++reason)
     names.insert(name_of(static_cast<CopyReason>(reason)));
-  EXPECT_EQ(names, (std::set<std::string>{"spill", "restore", "offload", "fetch"}));
+  EXPECT_EQ(names, (std::set<std::string>{"spill", "restore", "offload", "fetch", "expert", "optimizer"}));
 }
 
 }  // namespace
