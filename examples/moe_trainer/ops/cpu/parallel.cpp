@@ -35,7 +35,9 @@ class ThreadPool {
   [[nodiscard]] std::int64_t workers() const { return workers_; }
 
   void run(const Job& job) {
+    std::unique_lock<std::mutex> next(next_);
     const std::lock_guard<std::mutex> turn(turn_);
+    next.unlock();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       job_ = job;
@@ -103,7 +105,9 @@ class ThreadPool {
   }
 
   const std::int64_t workers_;
-  std::mutex turn_;  // one caller at a time
+  // One caller at a time, and who came first is next: streams whose operators follow one another closely
+  // would otherwise keep a second stream's out.
+  std::mutex next_, turn_;
   std::mutex mutex_;
   std::condition_variable_any wake_;
   std::condition_variable left_;
