@@ -15,6 +15,8 @@ namespace {
 constexpr Bytes kHugePage = 2_MiB;
 constexpr Bytes kLargestGrowth = 4_GiB;
 constexpr std::uint64_t kGrowthShare = 8;  // of what is mapped: what is pinned ahead is at most an eighth
+// A block larger than this part of a slab has one of its own: the tail it left might fit nobody.
+constexpr std::uint64_t kLargeShare = 4;
 
 std::uint64_t offset_of(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
 Address address_of(std::uint64_t offset) { return reinterpret_cast<Address>(offset); }
@@ -146,7 +148,8 @@ Bytes PinnedExtents::trim(Until until) {
 // What the next slab is charged: at least `span`, and more to grow ahead.
 HostLease::Range PinnedExtents::wanted(Bytes span) const {
   const Bytes ahead = round_down(std::min(mapped() / kGrowthShare, kLargestGrowth), kHugePage);
-  const Bytes most = std::max({span, options_.least_slab, ahead});
+  const Bytes shared = std::max(options_.least_slab, ahead);
+  const Bytes most = span > shared / kLargeShare ? span : shared;
   const bool whole_pages = options_.slab.huge_pages == HugePages::kExplicit;
   return {.least = span, .most = whole_pages ? round_up(most, kHugePage) : most};
 }

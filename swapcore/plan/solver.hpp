@@ -38,7 +38,8 @@ struct Position {
   Bytes forward_peak, backward_peak;  // most HBM in use there while nothing is cached
 };
 
-// Sites of a layer are in the order in which backward asks for them.
+// Sites of a layer are in the order in which forward has them and backward asks for them, where ready_seconds
+// does not tell.
 struct Snapshot {
   std::vector<SiteCost> sites;
   std::vector<Position> layers;  // in forward order

@@ -34,9 +34,12 @@ Windows::Windows(const Snapshot& snapshot)
     double done = 0;
     for (const std::size_t i : by_layer_[l]) {
       const SiteCost& site = snapshot.sites[i];
-      done = site.ready_seconds > 0 ? std::max(done, site.ready_seconds) : done + site.recompute_seconds;
+      done = site.ready_seconds > 0 ? site.ready_seconds : done + site.recompute_seconds;
       ready_[i] = std::min(done, snapshot.layers[l].forward_seconds);
     }
+    // Backward asks in the order in which forward had them, whatever order they were declared in.
+    std::stable_sort(by_layer_[l].begin(), by_layer_[l].end(),
+                     [this](std::size_t a, std::size_t b) { return ready_[a] < ready_[b]; });
   }
 }
 

@@ -73,6 +73,22 @@ TEST(Windows, ASpillStartsWhenItsOutputWasSeenReady) {
   EXPECT_DOUBLE_EQ(timeline->trips[0].spill_start, 7);
 }
 
+// Declared behind another, seen ready before it: it leaves first, and is asked for first.
+TEST(Windows, OutputsAreAskedForInTheOrderInWhichTheyWereSeenReady) {
+  Snapshot snapshot = three_layers();
+  snapshot.sites[0].ready_seconds = 8;
+  snapshot.sites.push_back({SiteId{3}, 0, 10_B, 1, RuleAction::kAuto});
+  snapshot.sites[3].ready_seconds = 2;
+  Windows windows(snapshot);
+  const Timeline* timeline = windows.simulate({kGoes, kAgain, kAgain, kGoes});
+  ASSERT_NE(timeline, nullptr);
+  ASSERT_EQ(timeline->trips.size(), 2U);
+  EXPECT_EQ(timeline->trips[0].site, 3U);
+  EXPECT_DOUBLE_EQ(timeline->trips[0].spill_start, 2);
+  EXPECT_EQ(timeline->trips[1].site, 0U);
+  EXPECT_GE(timeline->trips[1].trigger, timeline->trips[0].trigger);
+}
+
 // The last layer's output is ready at 24 and gone at 32, after the head began; asked for at 40.
 TEST(Windows, AnOutputAskedBackBeforeItHasLeftIsRefused) {
   Snapshot snapshot = three_layers();

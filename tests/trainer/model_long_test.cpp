@@ -38,7 +38,7 @@ Peaks step_peaks(Rig& rig) {
 TEST(LongSequences, HoldTheSameInEveryStep) {
   Rig rig(long_sequences(kLength / 2));
   const Peaks first = step_peaks(rig);
-  (void)rig.steps(4);  // until the pool has met every order of blocks
+  (void)rig.steps(9);  // until the pool has met every order of blocks
   const Peaks settled = step_peaks(rig);
   EXPECT_EQ(settled.live, first.live);
   for (int step = 0; step < 2; ++step) {
