@@ -206,6 +206,7 @@ SiteId Session::declare(const SiteSpec& site) {
   if (impl_->layer_sites.size() <= layer) impl_->layer_sites.resize(layer + 1);
   impl_->layer_sites[layer].push_back(id);
   impl_->plan.reset();  // made for other sites
+  impl_->next_plan = {};
   impl_->measured.reset();
   impl_->schedule.forget();
   return id;

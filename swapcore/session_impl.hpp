@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
 #include <optional>
@@ -51,6 +52,7 @@ struct Session::Impl {
   std::optional<Plan> plan;                      // as sites
   std::unique_ptr<StepProfile> profile;          // while a step is measured
   std::optional<Snapshot> measured;              // what the plan was made of
+  std::future<Plan> next_plan;                   // being made beside the steps, of `measured`; else not valid
   Bytes saved_peak;                              // most HBM that saved activations held in the measured step
   Bytes fragments;                               // of the HBM budget, what no plan counts on
   Bytes missed_room;                             // what the trainer asked for in vain since the plan was made
@@ -129,7 +131,11 @@ struct Session::Impl {
   Status measure_link();
   [[nodiscard]] double measure_two_ways(const Block& near, const Block& far, Event ready) const;
   void measure();
+  void prepare_plan();
   void make_plan();
+  void make_next_plan();
+  void take_next_plan();
+  void begin_with(Plan fresh);
   void leave_to_fragments(Bytes bytes);
   [[nodiscard]] bool note_missed_room();
   void begin_timing();

@@ -1,10 +1,14 @@
 // What the session learns of a step and makes of it: the measured step, the plan, how right the plan was.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <future>
+#include <system_error>
 #include <utility>
 
 #include "runtime/clock.hpp"
 #include "runtime/metrics.hpp"
+#include "runtime/thread_signals.hpp"
 #include "swapcore/session.hpp"
 #include "swapcore/session_impl.hpp"
 
@@ -110,11 +114,38 @@ void Session::Impl::leave_to_fragments(Bytes bytes) {
   fragments = std::min(std::max(fragments, bytes), Bytes(static_cast<std::uint64_t>(most)));
 }
 
-void Session::Impl::make_plan() {
+void Session::Impl::prepare_plan() {
+  next_plan = {};
   measured->hbm_budget = budgets.hbm - fragments;
   missed_room = 0_B;
   for (SiteCost& site : measured->sites) site.rule = rule_for(site.site, RulePhase::kForward);
-  plan = solve(*measured, policy);
+}
+
+void Session::Impl::make_plan() {
+  prepare_plan();
+  begin_with(solve(*measured, policy));
+}
+
+// Beside the steps, which go on by the plan there is: the device would wait for the solver.
+void Session::Impl::make_next_plan() {
+  prepare_plan();
+  try {
+    next_plan = std::async(std::launch::async, [snapshot = *measured, how = policy] {
+      leave_signals_to_others();
+      return solve(snapshot, how);
+    });
+  } catch (const std::system_error&) {  // no thread to be had
+    begin_with(solve(*measured, policy));
+  }
+}
+
+void Session::Impl::take_next_plan() {
+  if (next_plan.valid() && next_plan.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
+    begin_with(next_plan.get());
+}
+
+void Session::Impl::begin_with(Plan fresh) {
+  plan = std::move(fresh);
   drift.solved_again();
   late_fetches.assign(sites.size(), 0);
   late_departures.assign(sites.size(), 0);
@@ -124,6 +155,7 @@ void Session::Impl::make_plan() {
 // The step that begins is measured: nothing is cached in it.
 void Session::Impl::start_measuring(const char* why) {
   plan.reset();
+  next_plan = {};
   schedule.forget();
   profile = std::make_unique<StepProfile>(device, compute);
   if (RunTimeline* timeline = spans.timeline()) timeline->note("measure", why);
@@ -171,8 +203,10 @@ void Session::Impl::learn_from_the_last_step() {
   if (drift.drifted()) {
     drift.measured_again();
     start_measuring("steps have changed");
+  } else if (next_plan.valid()) {
+    take_next_plan();
   } else if (last && (note_missed_room() || (drift.often_late() && note_late_trips()))) {
-    make_plan();
+    make_next_plan();
   }
 }
 

@@ -100,6 +100,25 @@ TEST_F(SessionTest, TheThirdStepRunsByThePlan) {
   EXPECT_EQ(counters.misses, static_cast<std::uint64_t>(2 * kLayers));
 }
 
+// Fragments are larger than the measured step told: the next plan leaves more to them, and keeps less.
+TEST_F(SessionTest, APlanIsMadeAnewWhereTheTrainerFoundNoRoom) {
+  policy_.hbm.budget = Amount::of(7296_KiB);
+  policy_.ddr.budget = Amount::of(0_B);
+  open();
+  for (int i = 0; i < 3; ++i) run_step();
+  ASSERT_NE(session_->plan(), nullptr);
+  const int kept = session_->plan()->hbm_sites;
+  ASSERT_GT(kept, 1);
+  {
+    std::vector<BlockRef> others;  // all there is, and what is kept has to go
+    for (int i = 0; i < 8; ++i)
+      if (auto block = session_->allocate(1_MiB, Pool::kScratch)) others.push_back(*block);
+    EXPECT_FALSE(session_->allocate(1_MiB, Pool::kScratch));
+  }
+  for (int i = 0; i < 500 && session_->plan()->hbm_sites == kept; ++i) run_step();
+  EXPECT_EQ(session_->plan()->hbm_sites, kept - 1) << session_->plan_summary();
+}
+
 TEST_F(SessionTest, ThePlanSaysWhatItsStepsTakeAndHold) {
   open();
   for (int i = 0; i < 2; ++i) run_step();
