@@ -111,6 +111,9 @@ TEST(Replay, ThePoolReusesWhatIsFreed) {
 // Peak reserved to peak live bytes. Beside each trace what PyTorch's allocator takes on an H200
 // (docs/benchmarks.md); the emulated device is as large, and has passed every point when it is asked.
 TEST(Replay, NoRecordedProgramNeedsMoreThanAThirtiethAboveItsBytesOrThanOnPyTorch) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "the thread sanitizer leaves too few addresses for a device of 139 GiB";
+#endif
   const std::vector<std::pair<const char*, double>> traces = {
       {"gpt-checkpoint", 1.208},      {"gpt-plain", 1.060},    {"gpt-save-on-cpu", 1.268},
       {"moe-checkpoint", 1.079},      {"moe-plain", 1.026},    {"moe-lora-plain", 1.057},
