@@ -9,17 +9,15 @@ Every pair trains the same model on the same text; the bench fails where their l
 end. What the link and the layers take is what Swap Core measures in a run of its own.
 """
 
-import argparse
 import json
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-from training_runs import RunError, last_lines, log_text, losses_equal, mib, run_logged, text_files  # noqa: E402
+from training_runs import (RunError, bench_parser, last_lines, log_text, losses_equal, mib,  # noqa: E402
+                           only_the_command_line_counts, run_logged, settled, text_files)
 
 SEED = 7
 PROBE_STEPS = 3  # the second is measured
@@ -126,7 +124,7 @@ class Bench:
         if not self.trainer.is_file():
             raise RunError(f"{self.trainer} is not there; ./dev bench experts builds it")
         self.base = (ROOT / f"examples/moe_trainer/configs/{self.preset.config}.toml").read_text(encoding="utf-8")
-        self.text = text_files()
+        self.text = options.data or text_files()
         self.wrongs = []
 
     def write(self, name, text):
@@ -219,31 +217,20 @@ class Bench:
 
 
 def options_of(arguments):
-    parser = argparse.ArgumentParser(prog="dev bench experts", description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--build", required=True, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="default: slice on CUDA, nano on the emulated device")
-    parser.add_argument("--quick", action="store_true", help="preset tiny: that everything runs, not how fast")
+    parser = bench_parser("experts", __doc__, PRESETS)
     parser.add_argument("--part", choices=["both", "experts", "optimizer"], default="both")
     parser.add_argument("--tokens-per-expert", type=int, action="append", help="only this load; may be repeated")
     parser.add_argument("--resident", default="25%", help="of the expert weights (default: 25%%)")
     parser.add_argument("--steps", type=int, help="of a run; the first two are not timed")
-    parser.add_argument("--out", type=Path, help="where results and logs are kept (default: bench/experts beside the build)")
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 3:
         parser.error("use --steps 3 or more")
-    if options.device == "auto":
-        options.device = "cuda" if Path("/dev/nvidia0").exists() else "emulated"
-    options.preset = "tiny" if options.quick else options.preset or ("slice" if options.device == "cuda" else "nano")
-    options.out = options.out or options.build.resolve().parent / "bench" / "experts"
-    return options
+    return settled(options, "experts")
 
 
 def main(arguments):
     options = options_of(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    for name in ("TERRACE_POLICY", "TERRACE_SOCKET"):  # the cases say what holds
-        os.environ.pop(name, None)
+    only_the_command_line_counts()
     try:
         bench = Bench(options)
         bench.run()

@@ -13,10 +13,7 @@ is no favour to us:
 The bench fails where losses differ by a bit, a peak is above its budget, or a case does not end.
 """
 
-import argparse
 import json
-import os
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-from training_runs import (RunError, last_lines, log_text, losses_equal, merged, mib, run_logged,  # noqa: E402
-                           text_files)
+from training_runs import (RunError, bench_parser, last_lines, log_text, losses_equal, merged, mib,  # noqa: E402
+                           only_the_command_line_counts, run_logged, settled, text_files)
 
 SHARES = (0, 10, 25, 50, 75)  # of the way from full's peak to none's, in percent
 RIVALS = ("offload-all", "lru", "selective")
@@ -335,33 +332,21 @@ def print_rows(bench):
 
 
 def options_of(arguments):
-    parser = argparse.ArgumentParser(prog="dev bench swapcore", description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--build", required=True, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="default: slice on CUDA, nano on the emulated device")
-    parser.add_argument("--quick", action="store_true", help="preset tiny: that everything runs, not how fast")
+    parser = bench_parser("swapcore", __doc__, PRESETS)
     parser.add_argument("--case", action="append", help="only this one, and none and full; may be repeated")
     parser.add_argument("--steps", type=int, help="of a turn; the first two are not timed")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rivals-at", type=int, default=50, choices=SHARES, metavar="SHARE",
                         help="the budget of offload-all, lru and selective, as swapcore@SHARE has it (default: 50)")
-    parser.add_argument("--data", nargs="+", help="text (default: that of the demo)")
-    parser.add_argument("--out", type=Path, help="where results and logs are kept (default: bench/swapcore beside the build)")
     options = parser.parse_args(arguments)
     if options.turns < 1 or (options.steps is not None and options.steps <= MEASURING_STEPS):
         parser.error(f"use --turns 1 or more, and --steps {MEASURING_STEPS + 1} or more")
-    if options.device == "auto":
-        options.device = "cuda" if Path("/dev/nvidia0").exists() else "emulated"
-    options.preset = "tiny" if options.quick else options.preset or ("slice" if options.device == "cuda" else "nano")
-    options.out = options.out or options.build.resolve().parent / "bench" / "swapcore"
-    return options
+    return settled(options, "swapcore")
 
 
 def main(arguments):
     options = options_of(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    for name in ("TERRACE_POLICY", "TERRACE_SOCKET"):  # the cases say what holds
-        os.environ.pop(name, None)
+    only_the_command_line_counts()
     bench = None
     try:
         bench = Bench(options)

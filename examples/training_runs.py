@@ -3,6 +3,7 @@
 Runs take turns of some steps each: a machine that is faster now than in five minutes is so for all of them.
 """
 
+import argparse
 import os
 import pty
 import re
@@ -43,6 +44,33 @@ def losses_equal(results):
     """Whether there are losses, and all results have the same, bit for bit."""
     bits = [result.get("losses_hex", []) for result in results]
     return bool(bits and bits[0]) and all(other == bits[0] for other in bits)
+
+
+def bench_parser(name, about, presets):
+    """The command line that benches of the trainer share; each adds its own to it, and settled() fills it in."""
+    parser = argparse.ArgumentParser(prog=f"dev bench {name}", description=about.split("\n\n", 1)[0])
+    parser.add_argument("--build", required=True, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
+    parser.add_argument("--preset", choices=sorted(presets), help="default: slice on CUDA, nano on the emulated device")
+    parser.add_argument("--quick", action="store_true", help="preset tiny: that everything runs, not how fast")
+    parser.add_argument("--data", nargs="+", help="text (default: that of the demo)")
+    parser.add_argument("--out", type=Path, help=f"where results and logs are kept (default: bench/{name} beside the build)")
+    return parser
+
+
+def settled(options, name):
+    if options.device == "auto":
+        options.device = "cuda" if Path("/dev/nvidia0").exists() else "emulated"
+    options.preset = "tiny" if options.quick else options.preset or ("slice" if options.device == "cuda" else "nano")
+    options.out = options.out or options.build.resolve().parent / "bench" / name
+    return options
+
+
+def only_the_command_line_counts():
+    """What the environment would tell the trainer is for the cases to say; a request to end is an interrupt."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in ("TERRACE_POLICY", "TERRACE_SOCKET"):
+        os.environ.pop(name, None)
 
 
 def text_files():

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "swapcore/session.hpp"
+#include "tests/swapcore/session_fixture.hpp"
 
 namespace terrace {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 constexpr int kLayers = 4;
 constexpr Bytes kOutput = 256_KiB;
 
-class SessionSchedule : public testing::Test {
+class SessionSchedule : public OneSiteALayer {
  protected:
   struct Way {  // how a step goes
     std::uint32_t micro_batches = 1;
@@ -24,26 +24,10 @@ class SessionSchedule : public testing::Test {
     std::chrono::microseconds work{50};  // of a site
   };
 
-  SessionSchedule()
-      : device_(std::move(open_emulated_device({.capacity = 64_MiB})).value()),
-        compute_(*device_->create_stream(StreamPriority::kNormal)) {
+  SessionSchedule() : OneSiteALayer(kLayers, {.capacity = 64_MiB}) {
     policy_.hbm.budget = Amount::of(32_MiB);
     policy_.ddr.budget = Amount::of(32_MiB);
   }
-  ~SessionSchedule() override {
-    session_.reset();
-    device_->destroy_stream(compute_);
-    EXPECT_EQ(device_->memory()->free, device_->memory()->total);
-  }
-
-  void open() {
-    auto session = Session::open(*device_, {.policy = policy_, .join_daemon = false, .compute = compute_});
-    ASSERT_TRUE(session) << session.error().text;
-    session_ = std::move(session).value();
-    for (int l = 0; l < kLayers; ++l)
-      sites_.push_back(session_->declare({"layer." + std::to_string(l) + ".fc", SiteKind::kMatmul, l, "fc"}));
-  }
-  [[nodiscard]] SiteId site(int layer) const { return sites_[static_cast<std::size_t>(layer)]; }
 
   BlockRef computed(int layer, const Way& way) {
     const Session::Timing timing(*session_, site(layer));
@@ -104,11 +88,6 @@ class SessionSchedule : public testing::Test {
     return -1;
   }
 
-  std::unique_ptr<Device> device_;
-  Stream compute_;
-  Policy policy_;
-  std::unique_ptr<Session> session_;
-  std::vector<SiteId> sites_;
   std::vector<bool> measured_;  // by step: it began without a plan
 };
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/fault.hpp"
+#include "tests/swapcore/session_fixture.hpp"
 
 namespace terrace {
 namespace {
@@ -15,35 +16,18 @@ namespace {
 constexpr int kLayers = 6;
 constexpr Bytes kOutput = 1_MiB;
 
-class SessionTest : public testing::Test {
+class SessionTest : public OneSiteALayer {
  protected:
   SessionTest()
-      : device_(
-            std::move(open_emulated_device(
-                          {.capacity = 256_MiB, .h2d_bytes_per_second = 1e9, .d2h_bytes_per_second = 1e9}))
-                .value()),
-        compute_(*device_->create_stream(StreamPriority::kNormal)) {
+      : OneSiteALayer(kLayers,
+                      {.capacity = 256_MiB, .h2d_bytes_per_second = 1e9, .d2h_bytes_per_second = 1e9}) {
     policy_.hbm.budget = Amount::of(64_MiB);
     policy_.ddr.budget = Amount::of(256_MiB);
   }
-  ~SessionTest() override {
-    outputs_.clear();
-    session_.reset();
-    device_->destroy_stream(compute_);
-    EXPECT_EQ(device_->memory()->free, device_->memory()->total);
-  }
 
-  void open() {
-    auto session = Session::open(*device_, {.policy = policy_, .join_daemon = false, .compute = compute_});
-    ASSERT_TRUE(session) << session.error().text;
-    session_ = std::move(session).value();
-    for (int l = 0; l < kLayers; ++l) {
-      sites_.push_back(session_->declare({"layer." + std::to_string(l) + ".fc", SiteKind::kMatmul, l, "fc"}));
-    }
-  }
   // Computing takes a while on the stream, so that recomputing costs something.
   BlockRef compute_output(int layer) {
-    Session::Timing timing(*session_, sites_[static_cast<std::size_t>(layer)]);
+    Session::Timing timing(*session_, site(layer));
     auto block = session_->allocate(kOutput, Pool::kActivation);
     if (!block) return nullptr;
     EXPECT_TRUE(device_->launch_host(compute_, [address = (*block)->address, layer] {
@@ -65,12 +49,12 @@ class SessionTest : public testing::Test {
     for (int l = 0; l < kLayers; ++l) {
       session_->enter_forward(l);
       const BlockRef output = compute_output(l);
-      session_->offer({sites_[static_cast<std::size_t>(l)]}, output);
+      session_->offer({site(l)}, output);
     }
     session_->enter_head();
     for (int l = kLayers - 1; l >= 0; --l) {
       session_->enter_backward(l);
-      BlockRef output = session_->fetch({sites_[static_cast<std::size_t>(l)]});
+      BlockRef output = session_->fetch({site(l)});
       if (output == nullptr) {
         ++computed_again;
         output = compute_output(l);
@@ -81,13 +65,6 @@ class SessionTest : public testing::Test {
     session_->end_step();
     return computed_again;
   }
-
-  std::unique_ptr<Device> device_;
-  Stream compute_;
-  Policy policy_;
-  std::unique_ptr<Session> session_;
-  std::vector<SiteId> sites_;
-  std::vector<BlockRef> outputs_;
 };
 
 TEST_F(SessionTest, TheThirdStepRunsByThePlan) {
@@ -191,7 +168,7 @@ TEST_F(SessionTest, CachedOutputsMakeWayForMemoryThatIsNeeded) {
   session_->begin_step();
   for (int l = 0; l < kLayers; ++l) {
     session_->enter_forward(l);
-    session_->offer({sites_[static_cast<std::size_t>(l)]}, compute_output(l));
+    session_->offer({site(l)}, compute_output(l));
   }
   auto large = session_->allocate(6_MiB, Pool::kScratch);
   ASSERT_TRUE(large) << large.error().text;
@@ -208,7 +185,7 @@ TEST_F(SessionTest, WhatWasRestoredAheadMakesWayForMemoryThatIsNeededNow) {
   session_->begin_step();
   for (int l = 0; l < kLayers; ++l) {
     session_->enter_forward(l);
-    session_->offer({sites_[static_cast<std::size_t>(l)]}, compute_output(l));
+    session_->offer({site(l)}, compute_output(l));
   }
   ASSERT_TRUE(session_->allocate(8_MiB, Pool::kScratch)) << "everything cached has left or goes";
   session_->enter_head();
@@ -329,14 +306,12 @@ TEST_F(SessionTest, NoFailedCallChangesAByte) {
       session_->begin_step();
       for (int l = 0; l < kLayers; ++l) {
         session_->enter_forward(l);
-        if (const BlockRef output = compute_output(l))
-          session_->offer({sites_[static_cast<std::size_t>(l)]}, output);
+        if (const BlockRef output = compute_output(l)) session_->offer({site(l)}, output);
       }
       session_->enter_head();
       for (int l = kLayers - 1; l >= 0; --l) {
         session_->enter_backward(l);
-        if (const BlockRef output = session_->fetch({sites_[static_cast<std::size_t>(l)]}))
-          expect_output(output, l);
+        if (const BlockRef output = session_->fetch({site(l)})) expect_output(output, l);
       }
       EXPECT_TRUE(device_->synchronize(compute_));
       session_->end_step();

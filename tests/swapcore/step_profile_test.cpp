@@ -64,8 +64,7 @@ TEST(StepProfile, SitesOfAGroupShareTheirMeanCost) {
   EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0);
 }
 
-// 1 MiB at 100 MB/s before the site runs: its output is there after those 10 ms, however short it runs
-// itself.
+// A copy comes before the site, whose own run takes no time: its output is there behind both.
 TEST(StepProfile, AnOutputIsReadyWhenItsRunInForwardEnds) {
   Tiers tiers({.link_bytes_per_second = 100e6});
   const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"}};
@@ -88,7 +87,7 @@ TEST(StepProfile, AnOutputIsReadyWhenItsRunInForwardEnds) {
   profile.enter(Phase::kEnd, 0, 0_B);
   ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
   const Snapshot snapshot = profile.summarize(sites);
-  EXPECT_GT(snapshot.sites[0].ready_seconds, 0.009);
+  EXPECT_GT(snapshot.sites[0].ready_seconds, snapshot.sites[0].recompute_seconds);
   EXPECT_LE(snapshot.sites[0].ready_seconds, snapshot.layers[0].forward_seconds);
 }
 

@@ -1,17 +1,11 @@
 #!/usr/bin/env python3
 """bench/experts.py: the configurations that it makes, its floors, and what makes it fail, with a program that stands in
 for the trainer."""
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import tomllib
 import unittest
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from stand_in_trainer import StandInBench, load
+
 # 12 ms with anything in DDR, else 10; three steps move 6 MB in and 3 MB home.
 TRAINER = """#!/usr/bin/env python3
 import json, os, sys
@@ -28,40 +22,20 @@ json.dump({"ms_per_step": 12.0 if tiered else 10.0, "hbm_peak_bytes": 1, "ddr_pe
 """
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("experts", ROOT / "bench" / "experts.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["experts"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 class Configurations(unittest.TestCase):
     def test_keys_are_set_where_they_belong(self):
         text = "[moe]\nexperts = 8\n\n[train]\nbatch = 2\n"
-        made = tomllib.loads(load().with_keys(text, {("moe", "experts"): 16, ("train", "clip_norm"): 0.0,
+        made = tomllib.loads(load("experts").with_keys(text, {("moe", "experts"): 16, ("train", "clip_norm"): 0.0,
                                                      ("train", "batch"): 5, ("lora", "rank"): 4}))
         self.assertEqual(made, {"moe": {"experts": 16}, "train": {"batch": 5, "clip_norm": 0.0}, "lora": {"rank": 4}})
 
 
-class Verdicts(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        (self.folder / "bin").mkdir()
-        (self.folder / "art").write_text("some text", encoding="utf-8")
-        trainer = self.folder / "bin" / "moe_trainer"
-        trainer.write_text(TRAINER, encoding="utf-8")
-        trainer.chmod(0o755)
+class Verdicts(StandInBench):
+    bench_name, trainer = "experts", TRAINER
 
     def run_bench(self, *more, **fakes):
-        command = [sys.executable, str(ROOT / "bench" / "experts.py"), "--build", str(self.folder), "--device", "emulated", "--quick",
-                   "--out", str(self.folder / "out"), "--steps", "3", *more]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False,
-                                env={**os.environ, "TERRACE_TEXT_DIR": str(self.folder), **fakes})
-        rows = {(row["case"], row["system"], row["metric"]): row for row in map(json.loads, answer.stdout.splitlines())}
-        return answer, rows
+        answer, rows = self.take_rows(*more, **fakes)
+        return answer, {(row["case"], row["system"], row["metric"]): row for row in rows}
 
     def test_rows_and_floors(self):
         answer, rows = self.run_bench()

@@ -1,18 +1,12 @@
 #!/usr/bin/env python3
 """bench/swapcore.py: the set that selective recomputation keeps, and what makes the bench fail, with a program that
 stands in for the trainer."""
-import importlib.util
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import unittest
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from stand_in_trainer import StandInBench, load
+
 TRAINER = """#!/usr/bin/env python3
 import json, os, sys
 options = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -33,15 +27,6 @@ json.dump({"ms_per_step": 10.0, "tokens_per_second": 100.0, "hbm_peak_bytes": pe
            "cache_misses": 2, "cache_late": 0, "cache_evictions": 0, "stall_seconds": 0.004, "losses": [3.0, 3.0, loss],
            "losses_hex": [l.hex() for l in (3.0, 3.0, loss)], "swapcore_snapshot": snapshot}, open(options["--json"], "w"))
 """
-
-
-def load(name):
-    sys.path.insert(0, str(ROOT / "bench"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Selective(unittest.TestCase):
@@ -80,23 +65,12 @@ class Selective(unittest.TestCase):
             self.assertAlmostEqual(chosen, best, msg=str(seed))
 
 
-class Verdicts(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        (self.folder / "bin").mkdir()
-        (self.folder / "text").write_text("some text", encoding="utf-8")
-        trainer = self.folder / "bin" / "moe_trainer"
-        trainer.write_text(TRAINER, encoding="utf-8")
-        trainer.chmod(0o755)
+class Verdicts(StandInBench):
+    bench_name, trainer = "swapcore", TRAINER
 
     def run_bench(self, *more, **fakes):
-        command = [sys.executable, str(ROOT / "bench" / "swapcore.py"), "--build", str(self.folder), "--device", "emulated", "--quick",
-                   "--data", str(self.folder / "text"), "--out", str(self.folder / "out"), "--steps", "3", *more]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **fakes})
-        rows = {(row["case"], row["metric"]): row["value"] for row in map(json.loads, answer.stdout.splitlines())}
-        return answer, rows
+        answer, rows = self.take_rows(*more, **fakes)
+        return answer, {(row["case"], row["metric"]): row["value"] for row in rows}
 
     def test_all_as_it_should_be(self):
         answer, rows = self.run_bench()
