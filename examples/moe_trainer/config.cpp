@@ -111,6 +111,8 @@ std::vector<Key> keys_of(Config& c) {
       {"train", "warmup_steps", Integer{&c.train.warmup_steps, 0}},
       {"train", "learning_rate", Real{&c.train.learning_rate, 0, 10}},
       {"train", "final_learning_rate", Real{&c.train.final_learning_rate, 0, 10}},
+      {"train", "optimizer", Choice{&c.train.optimizer, {"adamw", "muon"}}},
+      {"train", "muon_momentum", Real{&c.train.muon_momentum, 0, 1}},
       {"train", "beta1", Real{&c.train.beta1, 0, 1}},
       {"train", "beta2", Real{&c.train.beta2, 0, 1}},
       {"train", "adam_eps", Real{&c.train.adam_eps, 0, 1}},

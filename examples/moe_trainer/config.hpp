@@ -130,6 +130,10 @@ struct ImagesConfig {
   [[nodiscard]] std::int64_t tokens() const { return grid() * grid(); }
   [[nodiscard]] std::int64_t numbers() const { return 3 * patch * patch; }  // of a patch: red, green, blue
 };
+enum class OptimizerKind : std::uint8_t {
+  kAdamW,
+  kMuon,  // of the matrices of layers; AdamW of all else
+};
 struct TrainConfig {
   std::int64_t batch = 2;  // sequences in a micro-batch
   std::int64_t length = 64;
@@ -139,6 +143,8 @@ struct TrainConfig {
   std::int64_t warmup_steps = 10;
   double learning_rate = 3e-3;
   double final_learning_rate = 3e-4;
+  OptimizerKind optimizer = OptimizerKind::kAdamW;
+  double muon_momentum = 0.95;
   double beta1 = 0.9;
   double beta2 = 0.95;
   double adam_eps = 1e-8;

@@ -21,6 +21,7 @@ double learning_rate_at(const TrainConfig& config, std::int64_t step) {
 
 Optimizer::Optimizer(const TrainConfig& config, Memory& memory, const ParameterGroups& groups)
     : config_(config),
+      memory_(memory),
       session_(memory.session()),
       groups_(groups),
       sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)),
@@ -47,15 +48,34 @@ StateStream::Groups Optimizer::order() {
   return early;
 }
 
+double Optimizer::rate(const StepsMade& made) const {
+  return made.model > 0 ? learning_rate_at(config_, made.model) : config_.learning_rate;
+}
+
+// Both parts go by the schedule of the model; which of them steps is all that differs.
+void Optimizer::step_matrices(Ops& ops, const ParameterGroup& group, const StepsMade& made) const {
+  const Muon update{.matrices = 0,
+                    .rows = 0,
+                    .columns = 0,
+                    .parameter = nullptr,
+                    .gradient = nullptr,
+                    .momentum = nullptr,
+                    .learning_rate = static_cast<float>(rate(made)),
+                    .momentum_factor = static_cast<float>(config_.muon_momentum),
+                    .weight_decay = static_cast<float>(config_.weight_decay),
+                    .products = config_.compute};
+  const std::optional<Part> only = made.model > 0 ? std::nullopt : std::optional(Part::kIndexer);
+  group.step_matrices(ops, memory_, session_.compute(), update, only);
+}
+
 // One update of everything, or one of each part where they have made different numbers of steps.
 std::vector<StateStream::Update> Optimizer::updates(const StepsMade& made) const {
-  const double rate = made.model > 0 ? learning_rate_at(config_, made.model) : config_.learning_rate;
   AdamW update{.count = 0,
                .parameter = nullptr,
                .gradient = nullptr,
                .m = nullptr,
                .v = nullptr,
-               .learning_rate = static_cast<float>(rate),
+               .learning_rate = static_cast<float>(rate(made)),
                .beta1 = static_cast<float>(config_.beta1),
                .beta2 = static_cast<float>(config_.beta2),
                .eps = static_cast<float>(config_.adam_eps),
@@ -106,6 +126,7 @@ void Optimizer::step(Ops& ops, const StepsMade& made) {
       continue;
     }
     for (const StateStream::Update& update : all) group->step(ops, stream, update.how, update.only);
+    step_matrices(ops, *group, made);
   }
   in_walk_.clear();
   stepped_.clear();

@@ -1,4 +1,6 @@
-// AdamW with decoupled decay of matrices, clipping by the global norm, linear warm-up and cosine decay.
+// AdamW with decoupled decay of matrices, clipping by the global norm, linear warm-up and cosine decay; or
+// Muon for the matrices of layers and AdamW for the rest. Muon's update has one size whatever that of the
+// gradient, so that clipping is of AdamW's.
 #pragma once
 
 #include <cstdint>
@@ -50,10 +52,13 @@ class Optimizer final : public GroupKeeper {
 
  private:
   [[nodiscard]] std::vector<StateStream::Update> updates(const StepsMade& made) const;
+  [[nodiscard]] double rate(const StepsMade& made) const;
+  void step_matrices(Ops& ops, const ParameterGroup& group, const StepsMade& made) const;
   [[nodiscard]] StateStream::Groups order();
   [[nodiscard]] bool clips() const { return config_.clip_norm > 0; }
 
   const TrainConfig& config_;
+  Memory& memory_;
   Session& session_;
   const ParameterGroups& groups_;
   Tensor sum_of_squares_;

@@ -52,9 +52,14 @@ ParameterGroup::Arena ParameterGroup::arena_of(const Parameter& parameter) const
   return blocks ? Arena::kBlocks : Arena::kFrozen;
 }
 
+// Routers are matrices too, but in full precision.
+bool ParameterGroup::is_product_matrix(const Parameter& parameter) {
+  return parameter.decay == Decay::kYes && parameter.precision != Precision::kFp32;
+}
+
 // Whether products read a bf16 copy of it, and nobody its fp32 values.
 bool ParameterGroup::has_copy(const Parameter& parameter) const {
-  return compute_ != Dtype::kF32 && parameter.decay == Decay::kYes && parameter.precision != Precision::kFp32;
+  return compute_ != Dtype::kF32 && is_product_matrix(parameter);
 }
 
 // The same order whatever lives where: sums over the arenas then have the same bits.
@@ -76,9 +81,11 @@ void ParameterGroup::lay_out(const Allocation& how) {
   const auto other = [&](const Parameter& p) { return p.trained() && !of_experts(p); };
   place(count_, [&](const Parameter& p) { return p.trained() && of_experts(p); });
   experts_ = count_;
-  place(count_, [&](const Parameter& p) { return other(p) && has_copy(p); });
-  copied_ = count_;
-  place(count_, [&](const Parameter& p) { return other(p) && !has_copy(p) && p.decay == Decay::kYes; });
+  place(count_, [&](const Parameter& p) { return other(p) && is_product_matrix(p); });
+  copied_ = compute_ != Dtype::kF32 ? count_ : experts_;
+  by_muon_ = how.matrices == MatrixRule::kMuon ? count_ : 0;
+  place(count_,
+        [&](const Parameter& p) { return other(p) && !is_product_matrix(p) && p.decay == Decay::kYes; });
   decayed_ = count_;
   place(count_, [&](const Parameter& p) { return other(p) && p.decay == Decay::kNo; });
   trained_ = count_;
@@ -153,7 +160,7 @@ void ParameterGroup::reserve(const Allocation& how) {
 void ParameterGroup::reserve_state(const Allocation& how) {
   if (how.state == StateTier::kHbm) {
     m_ = memory_->zeros(1, trained_, Pool::kOptimizer);
-    v_ = memory_->zeros(1, trained_, Pool::kOptimizer);
+    if (trained_ > by_muon_) v_ = memory_->zeros(1, trained_ - by_muon_, Pool::kOptimizer);
     return;
   }
   const auto zeros = [this](std::int64_t numbers) {
@@ -185,7 +192,7 @@ void ParameterGroup::set_pointers() {
       parameter.gradient = gradients_.f32() + offset;
       if (!parameter.trained()) continue;
       if (m_) parameter.m = m_.f32() + offset;
-      if (v_) parameter.v = v_.f32() + offset;
+      if (v_ && offset >= by_muon_) parameter.v = v_.f32() + offset - by_muon_;
       if (copies_ && offset >= experts_ && parameter.decay == Decay::kYes) {
         parameter.copy = copies_.as<Bf16>() + offset - experts_;
       }
@@ -298,8 +305,26 @@ Out ParameterGroup::copy_at(std::int64_t number, const StateRun& run) const {
 }
 
 void ParameterGroup::step(Ops& ops, Stream stream, const AdamW& update, std::optional<Part> only) const {
-  if (trained_ == 0) return;
-  step_run(ops, stream, update, only, {.first = 0, .count = trained_, .m = m_.f32(), .v = v_.f32()});
+  if (trained_ == by_muon_) return;
+  step_run(ops, stream, update, only,
+           {.first = by_muon_, .count = trained_ - by_muon_, .m = m_.f32() + by_muon_, .v = v_.f32()});
+}
+
+void ParameterGroup::step_matrices(Ops& ops, ScratchSource& scratch, Stream stream, Muon update,
+                                   std::optional<Part> only) const {
+  const StateRun here{.first = 0, .count = by_muon_};
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    if (!p.trained() || offsets_[i] >= by_muon_ || (only && p.part != *only)) continue;
+    update.columns = p.width();
+    update.rows = p.shape[p.shape.size() - 2];
+    update.matrices = p.count() / (update.rows * update.columns);
+    update.parameter = value_at(offsets_[i], here);
+    update.gradient = p.gradient;
+    update.momentum = p.m;
+    update.compute_copy = copy_at(offsets_[i], here);
+    muon_step(ops, scratch, stream, update);
+  }
 }
 
 void ParameterGroup::step_run(Ops& ops, Stream stream, AdamW update, std::optional<Part> only,

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "examples/moe_trainer/memory.hpp"
+#include "examples/moe_trainer/ops/muon.hpp"
 #include "examples/moe_trainer/ops/ops.hpp"
 #include "examples/moe_trainer/tensor.hpp"
 
@@ -37,6 +38,7 @@ enum class Precision : std::uint8_t {
   kCompute,
   kFp32
 };  // of a frozen matrix: as the model's, that of products, full
+enum class MatrixRule : std::uint8_t { kAdamW, kMuon };      // what steps a group's matrices
 enum class FrozenForm : std::uint8_t { kCompute, kBlocks };  // of the kBase ones; blocks: ops/quantised.hpp
 
 // How a parameter starts, from counters: the same on every device.
@@ -63,7 +65,7 @@ struct Parameter {
   Holder holder = Holder::kLayer;
   float* value = nullptr;     // on the device, shape as above; null where only the copy is kept
   float* gradient = nullptr;  // adds up over the micro-batches of a step; null: frozen
-  float* m = nullptr;         // AdamW's moments; null: frozen
+  float* m = nullptr;         // AdamW's moments, or Muon's momentum alone; null: frozen
   float* v = nullptr;
   Bf16* copy = nullptr;  // of a matrix where the model computes in bf16
   // Of a frozen matrix in blocks, which has neither value nor copy: rows of the last dimension.
@@ -116,6 +118,7 @@ class ParameterGroup {
     StateTier state = StateTier::kHbm;    // moments, and fp32 values of what has a bf16 copy
     StateTier experts = StateTier::kHbm;  // what products read of them; in DDR trained ones need state there
     Pool expert_pool = Pool::kWeights;    // that their block counts in
+    MatrixRule matrices = MatrixRule::kAdamW;  // Muon has its state in HBM
   };
   // Bytes of what products read of the experts, and whether they are trained.
   [[nodiscard]] Bytes expert_bytes(const Allocation& how);
@@ -128,10 +131,13 @@ class ParameterGroup {
 
   void clear_gradients(Session& session);
   void add_sum_of_squares(Ops& ops, Stream stream, float* sum) const;
-  // Steps every parameter, or those of one part, as `update` says; its pointers, count and, where a parameter
-  // has none, its decay are filled in here. Precondition: the state is in HBM.
+  // Steps every parameter that AdamW steps, or those of one part, as `update` says; its pointers, count and,
+  // where a parameter has none, its decay are filled in here. Precondition: the state is in HBM.
   void step(Ops& ops, Stream stream, const AdamW& update, std::optional<Part> only = std::nullopt) const;
-  // The same of those numbers whose state the run holds.
+  // Steps what Muon steps, or that of one part, as `update` says; its pointers and shape are filled in here.
+  void step_matrices(Ops& ops, ScratchSource& scratch, Stream stream, Muon update,
+                     std::optional<Part> only = std::nullopt) const;
+  // As step(), those numbers whose state the run holds.
   void step_run(Ops& ops, Stream stream, AdamW update, std::optional<Part> only, const StateRun& run) const;
 
   // Numbers whose state lives in DDR, all of the group's or none, and where.
@@ -161,6 +167,7 @@ class ParameterGroup {
   // Where in the arenas what is trained and decays, or doesn't, lies: in one piece, unless a part is asked
   // for.
   [[nodiscard]] std::vector<Range> trained_ranges(Decay decay, std::optional<Part> only) const;
+  [[nodiscard]] static bool is_product_matrix(const Parameter& parameter);
   [[nodiscard]] bool has_copy(const Parameter& parameter) const;
   void lay_out(const Allocation& how);
   void reserve(const Allocation& how);
@@ -185,6 +192,7 @@ class ParameterGroup {
   // Numbers at the front of the arenas: of trained experts; with those of all that products read by a bf16
   // copy; of all that decays, the matrices.
   std::int64_t experts_ = 0, copied_ = 0, decayed_ = 0;
+  std::int64_t by_muon_ = 0;  // at the front as well; the second moments are without them
   std::int64_t trained_ = 0;  // those that are trained: then vectors that are not
   std::int64_t count_ = 0;
   std::int64_t frozen_count_ = 0;

@@ -156,6 +156,7 @@ std::vector<CheckpointTensor> Trainer::checkpoint_tensors() const {
     const Parameter::Home& home = parameter->home;
     tensors.push_back({array.name, array.shape, parameter->value, home.value});
     tensors.push_back({array.name + ".m", array.shape, parameter->m, home.m});
+    if (parameter->v == nullptr && home.v == nullptr) continue;  // Muon's
     tensors.push_back({array.name + ".v", array.shape, parameter->v, home.v});
   }
   return tensors;

@@ -1,5 +1,6 @@
 #include "examples/moe_trainer/checkpoint.hpp"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -14,12 +15,17 @@ namespace fs = std::filesystem;
 class Checkpoint : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) /
-              (std::string("checkpoint-") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    folder_ = fs::path(::testing::TempDir()) / (name_of_test());
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }
   void TearDown() override { fs::remove_all(folder_); }
+  // A parameter's place follows a slash.
+  static std::string name_of_test() {
+    std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    std::replace(name.begin(), name.end(), '/', '-');
+    return "checkpoint-" + name;
+  }
   [[nodiscard]] std::string path() const { return (folder_ / "run.safetensors").string(); }
   [[nodiscard]] std::string refusal(const Rig::Options& options) const {
     return failure_of([&] {
@@ -34,8 +40,13 @@ class Checkpoint : public ::testing::Test {
   fs::path folder_;
 };
 
-TEST_F(Checkpoint, ResumesWithTheSameLosses) {
+class ResumedBy : public Checkpoint, public ::testing::WithParamInterface<OptimizerKind> {};
+INSTANTIATE_TEST_SUITE_P(Checkpoint, ResumedBy,
+                         ::testing::Values(OptimizerKind::kAdamW, OptimizerKind::kMuon));
+
+TEST_P(ResumedBy, HasTheSameLosses) {
   Rig::Options options;
+  options.config.train.optimizer = GetParam();
   Rig whole(options);
   const auto losses = whole.steps(6);
   {

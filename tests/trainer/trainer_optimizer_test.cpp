@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "examples/moe_trainer/ops/muon.hpp"
 #include "tests/trainer/trainer_rig.hpp"
 
 namespace terrace::trainer::test {
@@ -86,6 +87,96 @@ TEST(Optimizer, ClipsByTheNormOfAllGradients) {
       .step(trainer.ops(), {.model = 1, .indexers = 1});
   EXPECT_NEAR(rig.read(one.m, 1)[0], 2 * 0.6F, 1e-5F);
   EXPECT_NEAR(rig.read(two.m, 1)[0], 2 * 0.8F, 1e-5F);
+}
+
+Rig::Options with_muon() {
+  Rig::Options options;
+  options.config.train.optimizer = OptimizerKind::kMuon;
+  return options;
+}
+
+// One expert of a stack stepped by itself, by the operator alone.
+std::vector<float> stepped_alone(Rig& rig, const TrainConfig& config, const Parameter& stack,
+                                 std::int64_t which) {
+  Trainer& trainer = rig.trainer();
+  const std::int64_t rows = stack.shape[1], columns = stack.shape[2], count = rows * columns;
+  const Tensor value = trainer.memory().zeros(1, count, Pool::kScratch);
+  const Tensor momentum = trainer.memory().zeros(1, count, Pool::kScratch);
+  rig.write(value.f32(), rig.read(stack.value + which * count, count));
+  muon_step(trainer.ops(), trainer.memory(), rig.session().compute(),
+            {.matrices = 1,
+             .rows = rows,
+             .columns = columns,
+             .parameter = value.f32(),
+             .gradient = stack.gradient + which * count,
+             .momentum = momentum.f32(),
+             .learning_rate = static_cast<float>(learning_rate_at(config, 1)),
+             .momentum_factor = static_cast<float>(config.muon_momentum),
+             .weight_decay = static_cast<float>(config.weight_decay),
+             .products = config.compute});
+  return rig.read(value.f32(), count);
+}
+
+TEST(Optimizer, MuonStepsTheMatricesOfLayersEachExpertByItself) {
+  const Rig::Options options = with_muon();
+  Rig rig(options);
+  Trainer& trainer = rig.trainer();
+  const Parameter& stack = parameter_named(trainer, "layer.0.moe.fc2");
+  const Parameter& router = parameter_named(trainer, "layer.0.moe.router");
+  const Parameter& norm = parameter_named(trainer, "layer.0.mixer_norm");
+  const Parameter& embedding = parameter_named(trainer, "embedding");
+  EXPECT_EQ(stack.v, nullptr);  // momentum is all its state
+  for (const Parameter* other : {&router, &norm, &embedding}) EXPECT_NE(other->v, nullptr);
+  std::vector<float> gradient(static_cast<std::size_t>(stack.count()));
+  const CounterRandom random({.seed = 5, .stream = "gradient"});
+  for (std::size_t i = 0; i < gradient.size(); ++i)
+    gradient[i] = static_cast<float>(random.uniform(i)) - 0.5F;
+  rig.write(stack.gradient, gradient);
+  const std::vector<float> start = rig.read(stack.value, stack.count());
+  const std::vector<float> routed = rig.read(router.value, router.count());
+  std::vector<float> expected;
+  for (std::int64_t expert = 0; expert < stack.shape[0]; ++expert) {
+    const std::vector<float> one = stepped_alone(rig, options.config.train, stack, expert);
+    expected.insert(expected.end(), one.begin(), one.end());
+  }
+  Optimizer optimizer(options.config.train, trainer.memory(), trainer.model().groups());
+  optimizer.step(trainer.ops(), {.model = 1, .indexers = 1});
+  EXPECT_EQ(rig.read(stack.value, stack.count()), expected);
+  EXPECT_NE(expected, start);
+  // Without a gradient AdamW only decays.
+  const double kept = 1 - learning_rate_at(options.config.train, 1) * options.config.train.weight_decay;
+  const std::vector<float> after = rig.read(router.value, router.count());
+  for (std::size_t i = 0; i < after.size(); ++i) ASSERT_NEAR(after[i], routed[i] * kept, 1e-6);
+}
+
+TEST(Optimizer, MuonTrainsInBothTypesAndTheCopyFollows) {
+  for (const Dtype compute : {Dtype::kF32, Dtype::kBf16}) {
+    Rig::Options options = with_muon();
+    options.config.train.compute = compute;
+    options.config.train.learning_rate = 1e-2;
+    Rig rig(options);
+    const std::vector<float> losses = rig.steps(30);
+    EXPECT_LT(losses.back(), 0.85F * losses.front());
+    if (compute == Dtype::kF32) continue;
+    const Parameter& stack = parameter_named(rig.trainer(), "layer.1.moe.fc2");
+    const std::vector<float> value = rig.read(stack.value, stack.count());
+    const std::vector<float> copy =
+        rig.read(reinterpret_cast<const float*>(stack.copy), (stack.count() + 1) / 2);
+    const auto* rounded = reinterpret_cast<const Bf16*>(copy.data());
+    for (std::size_t i = 0; i < value.size(); ++i)
+      ASSERT_EQ(to_float(rounded[i]), to_float(to_bf16(value[i])));
+  }
+}
+
+TEST(Optimizer, MuonWantsItsStateInHbm) {
+  Rig::Options options = with_muon();
+  options.optimizer = {.tier = StateTier::kDdr};
+  try {
+    Rig rig(options);
+    FAIL() << "accepted";
+  } catch (const Failure& failure) {
+    EXPECT_NE(std::string(failure.what()).find("train.optimizer"), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -84,6 +84,13 @@ std::vector<StateTier> Model::expert_tiers(const Policy& policy, const Parameter
   return tiers;
 }
 
+// The embedding, the head and what makes tokens of patches are matrices whose rows are apart: AdamW's.
+MatrixRule Model::rule_of(const ParameterGroup& group) const {
+  const bool layer = &group != groups_.front().get() && &group != &of_head() &&
+                     !(patches_ && &group == groups_.back().get());
+  return layer && config_.train.optimizer == OptimizerKind::kMuon ? MatrixRule::kMuon : MatrixRule::kAdamW;
+}
+
 void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
   const Policy& policy = session.policy();
   ParameterGroup::Allocation how{
@@ -91,6 +98,12 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
       .compute = config_.train.compute,
       .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute,
       .state = policy.optimizer.tier};
+  if (config_.train.optimizer == OptimizerKind::kMuon && how.state == StateTier::kDdr) {
+    bad_input(
+        "train.optimizer: \"muon\" works on whole matrices and keeps its momentum in HBM; use [optimizer] "
+        "tier = "
+        "\"hbm\", or \"adamw\"");
+  }
   const std::vector<StateTier> tiers = expert_tiers(policy, how);
   std::vector<ParameterGroup*> streamed;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -99,6 +112,7 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
   if (!streamed.empty()) how.expert_pool = Pool::kExpert;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     how.experts = tiers[i];
+    how.matrices = rule_of(*groups_[i]);
     groups_[i]->allocate(memory, ops, session.compute(), how);
   }
   if (!streamed.empty()) {

@@ -67,6 +67,7 @@ class Model {
   [[nodiscard]] std::vector<StateTier> expert_tiers(const Policy& policy,
                                                     const ParameterGroup::Allocation& how);
   [[nodiscard]] ParameterGroup& of_layer(std::size_t layer) const { return *groups_[1 + layer]; }
+  [[nodiscard]] MatrixRule rule_of(const ParameterGroup& group) const;
   [[nodiscard]] ParameterGroup& of_head() const { return *groups_[1 + layers_.size()]; }
   void use(ParameterGroup& group) const {
     if (keeper_ != nullptr) keeper_->before_use(group);
