@@ -1,0 +1,197 @@
+// The stable-address form: blocks whose pointer never changes, while the memory under it is exchanged between
+// HBM and pinned host memory that the device reaches at the same address.
+//
+//   user    Uses: enter the gates of the blocks its pointers lead to, give the work to a stream, leave
+//   mover   shut the gate, wait until nobody is inside -> events behind the streams that used it -> copy to
+//           the other side's own address -> unmap, map -> open
+//
+// Remapping is not atomic: between unmap and map an access faults, and a write between copy and remap is
+// lost. So a block is remapped only while its gate is shut and the events of its users have passed, and the
+// gate is shut from before the copy until the new memory may be accessed. A block in DDR may be used where it
+// lies, over the link. Nobody waits for the device: a user waits at the gate of a block that moves.
+//
+// Work whose pointers are not known uses everything: it enters the one gate that stands before all of them.
+// Blocks that others have registered are pinned to HBM.
+//
+// Users and everybody else may call from any thread; moves are made by a thread of the space. The space
+// decides nothing: orders come from above. Why: docs/design/0013-stable-addresses.md.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "allocator/extent_map.hpp"
+#include "runtime/copy_engine.hpp"
+#include "runtime/copy_events.hpp"
+#include "swapcore/stable/backing_store.hpp"
+#include "swapcore/stable/stable_block.hpp"
+#include "swapcore/stable/user_streams.hpp"
+
+namespace terrace {
+
+class StableSpace {
+ public:
+  struct Options {
+    Bytes span = 64_GiB;    // of addresses: the most that all blocks take, rounded to granules
+    Bytes hbm_budget;       // of what backs blocks in HBM, and is kept to back others
+    Bytes batch = 256_MiB;  // moved at once: the longest that a gate is shut is about two batches
+    std::shared_ptr<HostLease> lease;
+    std::vector<int> nodes{0};  // NUMA nodes of the host to take memory from
+  };
+  // Device, copies and streams outlive it. Errors: kNotSupported (the device cannot remap, or create host
+  // memory that it reaches at a mapped address), kOutOfBudget, kOutOfMemory.
+  [[nodiscard]] static Result<std::unique_ptr<StableSpace>> create(Device& device, CopyEngine& copies,
+                                                                   UserStreams& streams,
+                                                                   const Options& options);
+  // Waits for moves under way. Precondition: every block freed, nobody inside.
+  ~StableSpace();
+  StableSpace(const StableSpace&) = delete;
+  StableSpace& operator=(const StableSpace&) = delete;
+
+  // A block in HBM, at an address that is a multiple of the device's granularity, its size rounded up to
+  // that. Errors: kOutOfBudget (with the bytes that are lacking: order others to DDR, and ask again),
+  // kOutOfMemory, kInvalidArgument (size zero).
+  [[nodiscard]] Result<Address> allocate(Bytes size);
+  // No use begins after this; the memory goes when the last has ended. Errors: kInvalidArgument (no block
+  // begins there).
+  [[nodiscard]] Status free(Address at);
+
+  // Asks for the block to be moved; the last order counts. Orders are carried out in the order given, those
+  // to HBM as room permits. Errors: kInvalidArgument (no block begins there; pinned).
+  [[nodiscard]] Status order(Address at, Place place);
+  // The host waits until the block is where the last order wants it, or until that has failed. Errors: those
+  // of the move: kOutOfBudget (of DDR), kOutOfMemory, copy errors; the block is then where it was.
+  [[nodiscard]] Status await(Address at);
+  // The block stays in HBM until unpinned as often; waits for it to be there. Errors: as of await().
+  [[nodiscard]] Status pin(Address at);
+  [[nodiscard]] Status unpin(Address at);
+
+  struct View {
+    Address at = nullptr;
+    Bytes size;
+    Place place = Place::kHbm;
+    std::uint64_t last_use = 0;  // turns count uses of the space
+    bool pinned = false;
+    bool moving = false;
+  };
+  [[nodiscard]] std::vector<View> blocks() const;  // in order of addresses
+  // Where the pointer leads, if into a block.
+  [[nodiscard]] std::optional<View> find(const void* pointer) const;
+
+  struct Counters {
+    std::uint64_t spills = 0, restores = 0;
+    Bytes spilled, restored;
+    std::uint64_t failed_moves = 0;  // the block stayed where it was
+    std::uint64_t waits = 0;         // of users, at a gate
+    double wait_seconds = 0;
+    Bytes hbm_held, hbm_peak;  // by blocks and kept handles; never above the budget
+  };
+  [[nodiscard]] Counters counters() const;
+  void set_hbm_budget(Bytes budget);  // lower: handles kept for others go at once, blocks stay until ordered
+
+  // The uses of one launch, copy or library call. The same object may be used again and again: it keeps its
+  // memory.
+  class Uses {
+   public:
+    explicit Uses(StableSpace& space) : space_(space) {}
+    ~Uses() { end(); }
+    Uses(const Uses&) = delete;
+    Uses& operator=(const Uses&) = delete;
+    // Enters the blocks that these lead to, waiting at the gates of those that move. Words that lead nowhere
+    // are passed over. Precondition: ended.
+    void begin(std::span<const void* const> pointers, StreamSlot slot);
+    // The same of every block there is or will be meanwhile.
+    void begin_everything(StreamSlot slot);
+    // The work has been given to the stream.
+    void end();
+
+   private:
+    [[nodiscard]] UseGate* enter_all(std::span<const void* const> pointers);
+    StableSpace& space_;
+    std::vector<StableBlock*> inside_;
+    bool everything_ = false;
+  };
+
+ private:
+  struct Move {
+    StableBlock* block = nullptr;
+    Place to = Place::kHbm;
+    HbmHandle hbm{};
+    HostBacking host{};
+    CopyEngine::Ticket copy{};
+    Status failed{};
+    bool burial = false;      // not a move: its block has been freed
+    std::uint64_t users = 0;  // as taken from the block
+  };
+  struct Batch {
+    std::vector<Move> moves;
+    EventPool::Held quiet;  // when all of its users have ended
+    [[nodiscard]] bool empty() const { return moves.empty(); }
+  };
+  StableSpace(Device& device, CopyEngine& copies, UserStreams& streams, const Options& options);
+  [[nodiscard]] Status open(const Options& options);
+
+  void wait_at(UseGate& gate);
+  [[nodiscard]] StableBlock* block_at(Address at) const;  // mutex_ held; null: none begins there
+  [[nodiscard]] static View view_of(const StableBlock& block);
+  [[nodiscard]] Result<Address> take_addresses(Bytes size);
+  void give_back_addresses(Address at, Bytes size);
+  [[nodiscard]] StableBlock& new_block();  // mutex_ held
+  void enqueue(StableBlock& block);        // mutex_ held
+
+  // The mover's, but for what they say.
+  void serve(const std::stop_token& stop);
+  [[nodiscard]] bool can_move(const StableBlock& block, Bytes room) const;  // mutex_ held
+  [[nodiscard]] bool has_work() const;                                      // mutex_ held
+  [[nodiscard]] Batch next_batch();                                         // mutex_ held
+  void start(Batch& batch);
+  [[nodiscard]] Status prepare(Move& move);
+  [[nodiscard]] Status fence(std::uint64_t slots, std::vector<EventPool::Held>& fences);
+  [[nodiscard]] Status order_behind_users(std::uint64_t slots);
+  [[nodiscard]] Status send(Move& move, Event quiet);
+  void finish(Batch& batch);
+  [[nodiscard]] Status exchange(const Move& move);
+  void settle(Move& move, const Status& moved);
+  void bury(Move& move, const Status& quiet);
+
+  Device& device_;
+  CopyEngine& copies_;
+  UserStreams& streams_;
+  const Bytes span_, batch_;
+  EventPool events_;
+  Address base_ = nullptr;
+  std::unique_ptr<BackingStore> backing_;
+  std::unique_ptr<StableTable> table_;
+  Stream order_{};  // waits for the users' events, so that copies wait for one; the mover's
+
+  UseGate everything_;
+  std::atomic<std::uint64_t> everything_users_{0};
+  std::atomic<std::uint32_t> everything_waits_{0};
+  std::atomic<std::uint64_t> turn_{0};
+  std::atomic<std::uint64_t> waits_{0}, wait_nanoseconds_{0};
+
+  // The mover's.
+  bool everything_shut_ = false;
+  std::vector<EventPool::Held> everything_fences_;  // behind uses of everything; those that have not passed
+
+  mutable std::mutex mutex_;  // all below, and what stable_block.hpp says
+  std::condition_variable_any changed_;
+  ExtentMap free_addresses_;
+  std::deque<StableBlock> storage_;
+  std::vector<StableBlock*> idle_;  // that are no block at present
+  std::map<Address, StableBlock*> blocks_;
+  std::deque<StableBlock*> orders_;
+  std::uint64_t freed_ = 0, buried_ = 0;  // blocks so far
+  Counters counters_;
+  std::jthread mover_;  // last: it uses all of the above
+};
+
+}  // namespace terrace

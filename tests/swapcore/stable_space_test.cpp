@@ -1,0 +1,251 @@
+#include "swapcore/stable/stable_space.hpp"
+
+#include <gmock/gmock.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "runtime/fault.hpp"
+#include "tests/swapcore/stable_rig.hpp"
+
+namespace terrace::test {
+namespace {
+
+using testing::HasSubstr;
+constexpr Bytes kBlock = StableRig::kBlock;
+
+void fill(Address at, int value) { std::memset(at, value, kBlock.count()); }
+bool holds(const std::byte* at, int value) {
+  for (std::size_t i = 0; i < kBlock.count(); ++i) {
+    if (at[i] != static_cast<std::byte>(value)) return false;
+  }
+  return true;
+}
+
+TEST(StableSpace, ThePointerStaysWhereverTheBytesAre) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value();
+  fill(at, 7);
+  rig.move(at, Place::kDdr);
+  EXPECT_TRUE(holds(at, 7));
+  EXPECT_EQ(rig.device->live_host_physical(), kBlock);
+  fill(at, 8);  // used where it lies
+  rig.move(at, Place::kHbm);
+  EXPECT_TRUE(holds(at, 8));
+  const StableSpace::Counters counters = rig.space->counters();
+  EXPECT_EQ(counters.spills, 1U);
+  EXPECT_EQ(counters.restored, kBlock);
+}
+
+TEST(StableSpace, PointersIntoABlockLeadToItAndOthersNowhere) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock + 1_B).value();
+  const Bytes size = rig.space->find(at)->size;
+  EXPECT_EQ(size, kBlock + 64_KiB);
+  EXPECT_EQ(rig.space->find(at + size.count() - 1)->at, at);
+  EXPECT_FALSE(rig.space->find(at + size.count()));
+  EXPECT_FALSE(rig.space->find(nullptr));
+  EXPECT_FALSE(rig.space->find(&rig));
+}
+
+// Twice the budget of blocks: some are always in DDR, and the wall holds.
+TEST(StableSpace, TheBudgetIsAWall) {
+  StableRig rig({.hbm = 4 * kBlock});
+  std::vector<Address> blocks;
+  for (int i = 0; i < 8; ++i) {
+    Result<Address> at = rig.space->allocate(kBlock);
+    if (!at.ok()) {
+      EXPECT_EQ(at.error().code, Errc::kOutOfBudget);
+      EXPECT_EQ(at.error().bytes, kBlock);
+      rig.move(blocks[static_cast<std::size_t>(i - 4)], Place::kDdr);
+      at = rig.space->allocate(kBlock);
+    }
+    ASSERT_TRUE(at.ok()) << at.error().text;
+    fill(*at, i);
+    blocks.push_back(*at);
+  }
+  for (int i = 0; i < 8; ++i) EXPECT_TRUE(holds(blocks[static_cast<std::size_t>(i)], i));
+  EXPECT_EQ(rig.space->counters().hbm_peak, 4 * kBlock);
+  EXPECT_LE(rig.device->info().capacity - rig.device->memory()->free, 4 * kBlock);
+}
+
+TEST(StableSpace, ASpillComesBehindTheWorkThatUsesTheBlock) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value();
+  fill(at, 1);
+  std::atomic<bool> may_go{false};
+  rig.launch(0, {at + 5}, [&] {
+    while (!may_go) std::this_thread::yield();
+    fill(at, 2);
+  });
+  ASSERT_TRUE(rig.space->order(at, Place::kDdr).ok());
+  while (rig.space->find(at)->place == Place::kHbm && !may_go) {
+    // The move has begun and waits for the stream.
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT_EQ(rig.space->counters().spills, 0U);
+    may_go = true;
+  }
+  ASSERT_TRUE(rig.space->await(at).ok());
+  EXPECT_TRUE(holds(at, 2));
+}
+
+// It has read its pointers, and its work is not on the stream yet.
+TEST(StableSpace, AMoveWaitsForWhoIsInside) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value();
+  fill(at, 1);
+  StableSpace::Uses uses(*rig.space);
+  const std::array<const void*, 1> pointer = {at};
+  uses.begin(pointer, rig.slots[0]);
+  ASSERT_TRUE(rig.space->order(at, Place::kDdr).ok());
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(rig.space->counters().spills, 0U);
+  ASSERT_TRUE(rig.device->launch_host(rig.streams[0], [at] { fill(at, 2); }).ok());
+  uses.end();
+  ASSERT_TRUE(rig.space->await(at).ok());
+  EXPECT_TRUE(holds(at, 2));
+}
+
+TEST(StableSpace, UsersOfABlockThatMovesWaitAtItsGateAndOthersDoNot) {
+  StableRig rig;
+  const Address moves = rig.space->allocate(kBlock).value(), stays = rig.space->allocate(kBlock).value();
+  std::atomic<bool> may_go{false}, launched{false};
+  rig.launch(0, {moves}, [&] {
+    while (!may_go) std::this_thread::yield();
+  });
+  ASSERT_TRUE(rig.space->order(moves, Place::kDdr).ok());
+  // Its gate is shut as soon as somebody waits there.
+  std::jthread waits([&] {
+    while (!rig.space->find(moves)->moving) std::this_thread::yield();
+    rig.launch(1, {stays, moves}, [] {});
+    launched = true;
+  });
+  while (rig.space->counters().spills == 0 && !may_go) {
+    rig.launch(1, {stays}, [] {});  // is never held up
+    may_go = true;
+  }
+  ASSERT_TRUE(rig.space->await(moves).ok());
+  waits.join();
+  EXPECT_TRUE(launched);
+}
+
+TEST(StableSpace, WorkOfUnknownPointersKeepsEveryBlockInPlace) {
+  StableRig rig;
+  std::vector<Address> blocks;
+  for (int i = 0; i < 4; ++i) blocks.push_back(rig.space->allocate(kBlock).value());
+  std::atomic<bool> may_go{false};
+  rig.launch_on_everything(0, [&] {
+    while (!may_go) std::this_thread::yield();
+    for (const Address at : blocks) fill(at, 3);
+  });
+  for (const Address at : blocks) ASSERT_TRUE(rig.space->order(at, Place::kDdr).ok());
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  EXPECT_EQ(rig.space->counters().spills, 0U);
+  may_go = true;
+  for (const Address at : blocks) ASSERT_TRUE(rig.space->await(at).ok());
+  for (const Address at : blocks) EXPECT_TRUE(holds(at, 3));
+  EXPECT_EQ(rig.space->counters().spills, 4U);
+}
+
+TEST(StableSpace, PinnedBlocksComeBackAndStay) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value();
+  fill(at, 4);
+  rig.move(at, Place::kDdr);
+  ASSERT_TRUE(rig.space->pin(at).ok());
+  EXPECT_EQ(rig.space->find(at)->place, Place::kHbm);
+  const Status refused = rig.space->order(at, Place::kDdr);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_THAT(refused.error().text, HasSubstr("unpin"));
+  ASSERT_TRUE(rig.space->unpin(at).ok());
+  EXPECT_FALSE(rig.space->unpin(at).ok());
+  rig.move(at, Place::kDdr);
+  EXPECT_TRUE(holds(at, 4));
+}
+
+TEST(StableSpace, WhereDdrIsShortABlockStaysInHbm) {
+  StableRig rig({.ddr = 2 * kBlock});
+  std::vector<Address> blocks;
+  for (int i = 0; i < 3; ++i) blocks.push_back(rig.space->allocate(kBlock).value());
+  rig.move(blocks[0], Place::kDdr);
+  rig.move(blocks[1], Place::kDdr);
+  ASSERT_TRUE(rig.space->order(blocks[2], Place::kDdr).ok());
+  const Status refused = rig.space->await(blocks[2]);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().code, Errc::kOutOfBudget);
+  EXPECT_EQ(rig.space->find(blocks[2])->place, Place::kHbm);
+  EXPECT_EQ(rig.space->counters().failed_moves, 1U);
+  rig.move(blocks[0], Place::kHbm);  // and what it leaves serves the other
+  rig.move(blocks[2], Place::kDdr);
+}
+
+TEST(StableSpace, MemoryIsFreedBehindItsLastUse) {
+  StableRig rig({.hbm = kBlock});
+  const Address at = rig.space->allocate(kBlock).value();
+  std::atomic<bool> may_go{false};
+  std::atomic<int> wrong{0};
+  rig.launch(0, {at}, [&, at] {
+    while (!may_go) std::this_thread::yield();
+    fill(at, 5);
+    if (!holds(at, 5)) ++wrong;
+  });
+  ASSERT_TRUE(rig.space->free(at).ok());
+  EXPECT_FALSE(rig.space->free(at).ok());
+  EXPECT_FALSE(rig.space->find(at));
+  std::jthread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    may_go = true;
+  });
+  const Address next = rig.space->allocate(kBlock).value();  // waits for the other's memory
+  EXPECT_TRUE(may_go);
+  fill(next, 6);
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(StableSpace, WithoutHostMemoryThatTheDeviceReachesItSaysSo) {
+  StableRig rig;
+  auto refused = StableSpace::create(*rig.device, *rig.copies, rig.users,
+                                     {.hbm_budget = kBlock, .lease = rig.lease, .nodes = {9}});
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().code, Errc::kNotSupported);
+}
+
+// Every call of the device fails once: bytes stay right, and nothing is left behind.
+TEST(StableSpace, AFailedCallLosesNothing) {
+  for (std::uint64_t nth = 1;; ++nth) {
+    bool fired = false;
+    {
+      StableRig rig({.hbm = 2 * kBlock});
+      const Address a = rig.space->allocate(kBlock).value(), b = rig.space->allocate(kBlock).value();
+      fill(a, 1);
+      fill(b, 2);
+      ScopedFaults faults(fail_call(nth));
+      Address c = nullptr;
+      for (int round = 0; round < 3; ++round) {
+        (void)rig.space->order(a, round % 2 == 0 ? Place::kDdr : Place::kHbm);
+        (void)rig.space->order(b, round % 2 == 0 ? Place::kHbm : Place::kDdr);
+        if (round % 2 == 0) (void)rig.space->await(a);
+        if (round % 2 == 1) (void)rig.space->await(b);
+        StableSpace::Uses uses(*rig.space);
+        const std::array<const void*, 2> both = {a, b};
+        uses.begin(both, rig.slots[0]);
+        EXPECT_TRUE(holds(a, 1)) << nth;
+        EXPECT_TRUE(holds(b, 2)) << nth;
+      }
+      const Result<Address> made = rig.space->allocate(kBlock);
+      if (made.ok()) c = *made;
+      if (c != nullptr) {
+        EXPECT_TRUE(rig.space->free(c).ok());
+      }
+      EXPECT_TRUE(rig.space->free(a).ok());
+      fired = faults.fired();
+    }
+    if (!fired) break;
+    ASSERT_LT(nth, 500U);
+  }
+}
+
+}  // namespace
+}  // namespace terrace::test
