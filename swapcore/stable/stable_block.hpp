@@ -33,6 +33,7 @@ struct StableBlock {
   std::atomic<std::uint64_t> users{0};     // stream slots that have used it since the last event behind them
   std::atomic<std::uint64_t> last_use{0};  // turn of the space
   std::atomic<Place> place{Place::kHbm};
+  std::atomic<std::uint32_t> number{0};  // never another block's
 
   // The space's, under its lock. What backs a block that moves is the mover's alone.
   Address at = nullptr;

@@ -18,7 +18,10 @@ void StableSpace::serve(const std::stop_token& stop) {
     Batch next;
     {
       std::unique_lock lock(mutex_);
-      if (current.empty()) (void)changed_.wait(lock, stop, [this] { return has_work(); });
+      if (current.empty()) {
+        refuse_the_rest();
+        (void)changed_.wait(lock, stop, [this] { return has_work(); });
+      }
       next = next_batch();
       if (current.empty() && next.empty() && stop.stop_requested()) return;
     }
@@ -41,10 +44,23 @@ bool StableSpace::can_move(const StableBlock& block, Bytes room) const {
 // Whoever waits for everything goes first: once the gate before all blocks is open nothing is started until
 // they are in.
 bool StableSpace::has_work() const {
-  if (everything_waits_.load(std::memory_order_acquire) > 0) return false;
+  return everything_waits_.load(std::memory_order_acquire) == 0 && !orders_.empty();
+}
+
+// Nothing moves, so nothing makes room for what still waits for it.
+void StableSpace::refuse_the_rest() {
   const Bytes room = backing_->hbm_room();
-  return std::any_of(orders_.begin(), orders_.end(),
-                     [&](const StableBlock* block) { return can_move(*block, room); });
+  std::erase_if(orders_, [&](StableBlock* block) {
+    if (can_move(*block, room)) return false;
+    block->queued = false;
+    block->last_move =
+        out_of_budget(block->size, Pool::kScratch,
+                      "a block of " + format_bytes(block->size) + " cannot come back: " + format_bytes(room) +
+                          " of HBM are free; order others to DDR first");
+    ++counters_.failed_moves;
+    return true;
+  });
+  changed_.notify_all();
 }
 
 StableSpace::Batch StableSpace::next_batch() {

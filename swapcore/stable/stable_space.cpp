@@ -123,7 +123,8 @@ Result<Address> StableSpace::allocate(Bytes size) {
   block.host = {};
   block.place.store(Place::kHbm, std::memory_order_relaxed);
   block.users.store(0, std::memory_order_relaxed);
-  block.last_use.store(turn_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  block.last_use.store(log_.now(), std::memory_order_relaxed);
+  block.number.store(++made_, std::memory_order_relaxed);
   block.wanted = Place::kHbm;
   block.pins = block.burials = 0;
   block.queued = block.moving = block.freed = false;
@@ -210,6 +211,7 @@ Status StableSpace::unpin(Address at) {
 
 StableSpace::View StableSpace::view_of(const StableBlock& block) {
   return {.at = block.at,
+          .number = block.number.load(std::memory_order_relaxed),
           .size = block.size,
           .place = block.place.load(std::memory_order_relaxed),
           .last_use = block.last_use.load(std::memory_order_relaxed),
@@ -260,6 +262,11 @@ void StableSpace::wait_at(UseGate& gate) {
                               std::memory_order_relaxed);
 }
 
+void StableSpace::Uses::leave_all() {
+  for (StableBlock* const block : inside_) block->gate.leave();
+  inside_.clear();
+}
+
 // Inside all of them, and null; or inside none, and the gate that is shut.
 UseGate* StableSpace::Uses::enter_all(std::span<const void* const> pointers) {
   for (const void* const pointer : pointers) {
@@ -274,8 +281,7 @@ UseGate* StableSpace::Uses::enter_all(std::span<const void* const> pointers) {
       }
       if (entered) block->gate.leave();
       if (!entered && now == block) {
-        for (StableBlock* const other : inside_) other->gate.leave();
-        inside_.clear();
+        leave_all();
         return &block->gate;
       }
       block = now;
@@ -284,16 +290,32 @@ UseGate* StableSpace::Uses::enter_all(std::span<const void* const> pointers) {
   return nullptr;
 }
 
-void StableSpace::Uses::begin(std::span<const void* const> pointers, StreamSlot slot) {
-  while (UseGate* const shut = enter_all(pointers)) space_.wait_at(*shut);
-  if (inside_.empty()) return;
-  const std::uint64_t turn = space_.turn_.fetch_add(1, std::memory_order_relaxed);
+void StableSpace::Uses::note(StreamSlot slot) {
+  std::uint64_t turn = space_.log_.reserve(inside_.size());
   for (StableBlock* const block : inside_) {
     if ((block->users.load(std::memory_order_relaxed) & slot.bit()) == 0) {
       block->users.fetch_or(slot.bit(), std::memory_order_relaxed);
     }
     block->last_use.store(turn, std::memory_order_relaxed);
+    space_.log_.write(turn++, block->number.load(std::memory_order_relaxed));
   }
+}
+
+void StableSpace::Uses::begin(std::span<const void* const> pointers, StreamSlot slot) {
+  while (UseGate* const shut = enter_all(pointers)) space_.wait_at(*shut);
+  note(slot);
+}
+
+bool StableSpace::Uses::begin_in_hbm(std::span<const void* const> pointers, StreamSlot slot) {
+  while (UseGate* const shut = enter_all(pointers)) space_.wait_at(*shut);
+  for (const StableBlock* const block : inside_) {
+    if (block->place.load(std::memory_order_relaxed) == Place::kHbm) [[likely]]
+      continue;
+    leave_all();
+    return false;
+  }
+  note(slot);
+  return true;
 }
 
 void StableSpace::Uses::begin_everything(StreamSlot slot) {
@@ -312,8 +334,7 @@ void StableSpace::Uses::begin_everything(StreamSlot slot) {
 }
 
 void StableSpace::Uses::end() {
-  for (StableBlock* const block : inside_) block->gate.leave();
-  inside_.clear();
+  leave_all();
   if (everything_) space_.everything_.leave();
   everything_ = false;
 }

@@ -33,6 +33,7 @@
 #include "runtime/copy_events.hpp"
 #include "swapcore/stable/backing_store.hpp"
 #include "swapcore/stable/stable_block.hpp"
+#include "swapcore/stable/use_log.hpp"
 #include "swapcore/stable/user_streams.hpp"
 
 namespace terrace {
@@ -64,11 +65,12 @@ class StableSpace {
   // begins there).
   [[nodiscard]] Status free(Address at);
 
-  // Asks for the block to be moved; the last order counts. Orders are carried out in the order given, those
-  // to HBM as room permits. Errors: kInvalidArgument (no block begins there; pinned).
+  // Asks for the block to be moved; the last order counts. Orders are carried out in the order given; one to
+  // HBM waits for room while anything moves, and fails when nothing does. Errors: kInvalidArgument (no block
+  // begins there; pinned).
   [[nodiscard]] Status order(Address at, Place place);
   // The host waits until the block is where the last order wants it, or until that has failed. Errors: those
-  // of the move: kOutOfBudget (of DDR), kOutOfMemory, copy errors; the block is then where it was.
+  // of the move: kOutOfBudget (of either side), kOutOfMemory, copy errors; the block is then where it was.
   [[nodiscard]] Status await(Address at);
   // The block stays in HBM until unpinned as often; waits for it to be there. Errors: as of await().
   [[nodiscard]] Status pin(Address at);
@@ -76,6 +78,7 @@ class StableSpace {
 
   struct View {
     Address at = nullptr;
+    std::uint32_t number = 0;  // never another block's
     Bytes size;
     Place place = Place::kHbm;
     std::uint64_t last_use = 0;  // turns count uses of the space
@@ -95,6 +98,8 @@ class StableSpace {
     Bytes hbm_held, hbm_peak;  // by blocks and kept handles; never above the budget
   };
   [[nodiscard]] Counters counters() const;
+  [[nodiscard]] const UseLog& uses() const { return log_; }  // by number
+  [[nodiscard]] Bytes hbm_room() const { return backing_->hbm_room(); }
   void set_hbm_budget(Bytes budget);  // lower: handles kept for others go at once, blocks stay until ordered
 
   // The uses of one launch, copy or library call. The same object may be used again and again: it keeps its
@@ -108,6 +113,8 @@ class StableSpace {
     // Enters the blocks that these lead to, waiting at the gates of those that move. Words that lead nowhere
     // are passed over. Precondition: ended.
     void begin(std::span<const void* const> pointers, StreamSlot slot);
+    // The same where all of them are in HBM; else enters nothing, and false.
+    [[nodiscard]] bool begin_in_hbm(std::span<const void* const> pointers, StreamSlot slot);
     // The same of every block there is or will be meanwhile.
     void begin_everything(StreamSlot slot);
     // The work has been given to the stream.
@@ -115,6 +122,8 @@ class StableSpace {
 
    private:
     [[nodiscard]] UseGate* enter_all(std::span<const void* const> pointers);
+    void leave_all();
+    void note(StreamSlot slot);
     StableSpace& space_;
     std::vector<StableBlock*> inside_;
     bool everything_ = false;
@@ -151,6 +160,7 @@ class StableSpace {
   void serve(const std::stop_token& stop);
   [[nodiscard]] bool can_move(const StableBlock& block, Bytes room) const;  // mutex_ held
   [[nodiscard]] bool has_work() const;                                      // mutex_ held
+  void refuse_the_rest();                                                   // mutex_ held
   [[nodiscard]] Batch next_batch();                                         // mutex_ held
   void start(Batch& batch);
   [[nodiscard]] Status prepare(Move& move);
@@ -175,7 +185,7 @@ class StableSpace {
   UseGate everything_;
   std::atomic<std::uint64_t> everything_users_{0};
   std::atomic<std::uint32_t> everything_waits_{0};
-  std::atomic<std::uint64_t> turn_{0};
+  UseLog log_;
   std::atomic<std::uint64_t> waits_{0}, wait_nanoseconds_{0};
 
   // The mover's.
@@ -189,7 +199,8 @@ class StableSpace {
   std::vector<StableBlock*> idle_;  // that are no block at present
   std::map<Address, StableBlock*> blocks_;
   std::deque<StableBlock*> orders_;
-  std::uint64_t freed_ = 0, buried_ = 0;  // blocks so far
+  std::uint32_t made_ = 0;                // blocks so far
+  std::uint64_t freed_ = 0, buried_ = 0;  // of them
   Counters counters_;
   std::jthread mover_;  // last: it uses all of the above
 };

@@ -1,0 +1,45 @@
+// Which blocks of stable addresses should travel now: a pure function of where they are and when each is used
+// next.
+//
+// What is used soonest and is not in HBM comes back, in that order, as far ahead as is asked for. For room
+// goes what is used last: farthest ahead by the schedule, or least recently where the next use is not known.
+// Nothing goes for a block that is used later than itself, so that plan after plan ends.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "runtime/device.hpp"
+#include "runtime/units.hpp"
+
+namespace terrace {
+
+struct PagedBlock {
+  Address at = nullptr;
+  Bytes size;
+  bool in_hbm = true;
+  bool movable = true;              // not pinned, and not on its way
+  std::optional<std::size_t> next;  // uses from now; nothing: not known
+  std::uint64_t last_use = 0;       // larger: more recently
+};
+
+struct PagePlan {
+  std::vector<Address> to_ddr;  // to be ordered first, in this order
+  std::vector<Address> to_hbm;
+};
+
+struct PageNeeds {
+  Bytes room;              // of HBM, free now
+  std::size_t uses_ahead;  // what is used within so many uses comes back
+  Bytes bytes_ahead;       // and of that at most so much
+};
+[[nodiscard]] PagePlan plan_pages(std::span<const PagedBlock> blocks, const PageNeeds& needs);
+
+// Blocks to send away so that `size` is free, the one used last first; none of `spared`. Empty where that is
+// not possible. Those in HBM that can move, and only as many as it takes.
+[[nodiscard]] std::vector<Address> make_room(std::span<const PagedBlock> blocks, Bytes room, Bytes size,
+                                             std::span<const Address> spared);
+
+}  // namespace terrace

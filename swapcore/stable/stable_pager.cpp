@@ -1,0 +1,134 @@
+#include "swapcore/stable/stable_pager.hpp"
+
+#include <algorithm>
+
+namespace terrace {
+namespace {
+constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
+constexpr int kTries = 4;                       // others may send away what has just come back
+}  // namespace
+
+StablePager::StablePager(StableSpace& space, const Options& options)
+    : space_(space), options_(options), thread_([this](const std::stop_token& stop) { serve(stop); }) {}
+
+StablePager::~StablePager() {
+  thread_.request_stop();
+  thread_.join();
+}
+
+void StablePager::serve(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  while (!stop.stop_requested()) {
+    fresh_.clear();
+    read_ = space_.uses().read(read_, fresh_);
+    for (const std::uint32_t block : fresh_) schedule_.use(block);
+    if (!fresh_.empty()) order_ahead();
+    const auto pause = fresh_.empty() ? std::chrono::microseconds(kIdle) : options_.look_every;
+    (void)stopped_.wait_for(lock, stop, pause, [] { return false; });
+  }
+}
+
+std::vector<PagedBlock> StablePager::paged() const {
+  std::vector<PagedBlock> blocks;
+  for (const StableSpace::View& view : space_.blocks()) {
+    blocks.push_back({.at = view.at,
+                      .size = view.size,
+                      .in_hbm = view.place == Place::kHbm,
+                      .movable = !view.pinned && !view.moving,
+                      .next = schedule_.until_next(view.number),
+                      .last_use = view.last_use});
+  }
+  return blocks;
+}
+
+void StablePager::order_ahead() {
+  if (!schedule_.learned()) return;
+  const PagePlan plan = plan_pages(
+      paged(),
+      {.room = space_.hbm_room(), .uses_ahead = schedule_.period(), .bytes_ahead = options_.bytes_ahead});
+  // A block may have been freed since: then there is nothing to order.
+  for (const Address at : plan.to_ddr) (void)space_.order(at, Place::kDdr);
+  for (const Address at : plan.to_hbm) (void)space_.order(at, Place::kHbm);
+  counters_.ahead += plan.to_hbm.size();
+}
+
+// Orders others to DDR until `size` is free, and waits for that. What moves already is waited for first.
+Status StablePager::make_room_for(Bytes size, std::span<const Address> spared) {
+  for (;;) {
+    std::vector<Address> out;
+    {
+      const std::lock_guard lock(mutex_);
+      const std::vector<PagedBlock> blocks = paged();
+      const Bytes room = space_.hbm_room();
+      if (room >= size) return {};
+      out = make_room(blocks, room, size, spared);
+      if (out.empty()) {
+        return out_of_budget(size, Pool::kScratch,
+                             "no block that could leave HBM for DDR makes room for " + format_bytes(size));
+      }
+      for (const Address at : out) (void)space_.order(at, Place::kDdr);
+    }
+    for (const Address at : out) {
+      Status gone = space_.await(at);
+      if (!gone.ok() && gone.error().code != Errc::kInvalidArgument) return gone;  // that: freed meanwhile
+    }
+  }
+}
+
+Result<Address> StablePager::allocate(Bytes size) {
+  for (;;) {
+    Result<Address> at = space_.allocate(size);
+    if (at.ok() || at.error().code != Errc::kOutOfBudget) return at;
+    if (Status room = make_room_for(at.error().bytes + space_.hbm_room(), {}); !room.ok())
+      return room.error();
+  }
+}
+
+Status StablePager::free(Address at) {
+  const std::optional<StableSpace::View> view = space_.find(at);
+  Status freed = space_.free(at);
+  if (!freed.ok() || !view) return freed;
+  const std::lock_guard lock(mutex_);
+  schedule_.forget(view->number);
+  return freed;
+}
+
+// Whether all of them are on their way or there: false where no room could be made for one.
+bool StablePager::bring_back(std::span<const void* const> pointers) {
+  std::vector<Address> spared;
+  std::vector<StableSpace::View> absent;
+  for (const void* const pointer : pointers) {
+    const std::optional<StableSpace::View> view = space_.find(pointer);
+    if (!view || std::find(spared.begin(), spared.end(), view->at) != spared.end()) continue;
+    spared.push_back(view->at);
+    if (view->place == Place::kDdr) absent.push_back(*view);
+  }
+  bool all = true;
+  for (const StableSpace::View& view : absent) {
+    const bool room = make_room_for(view.size, spared).ok();
+    if (room) (void)space_.order(view.at, Place::kHbm);
+    const bool back = room && space_.await(view.at).ok();
+    all = all && back;
+    const std::lock_guard lock(mutex_);
+    ++(back ? counters_.demanded : counters_.in_place);
+  }
+  return all;
+}
+
+void StablePager::begin(StableSpace::Uses& uses, std::span<const void* const> pointers, StreamSlot slot) {
+  for (int tries = 0; !uses.begin_in_hbm(pointers, slot); ++tries) {
+    if (tries < kTries && bring_back(pointers)) continue;
+    uses.begin(pointers, slot);  // over the link
+    return;
+  }
+}
+
+StablePager::Counters StablePager::counters() const {
+  const std::lock_guard lock(mutex_);
+  Counters counters = counters_;
+  counters.period = schedule_.period();
+  counters.surprises = schedule_.surprises();
+  return counters;
+}
+
+}  // namespace terrace

@@ -1,0 +1,70 @@
+// Keeps in a space of stable addresses what is used next in HBM, and the rest in DDR.
+//
+// It reads which blocks are used, in order, learns the step from that, and brings back what comes next while
+// others compute: from a thread of its own, so that a use pays nothing for it. A use of a block that is in
+// DDR brings it back and waits; where no room can be made, the block is used where it lies, over the link.
+// Until a step is learned nothing comes ahead of its use.
+//
+// Any thread may call. Why: docs/design/0013-stable-addresses.md.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "swapcore/stable/page_plan.hpp"
+#include "swapcore/stable/stable_space.hpp"
+#include "swapcore/stable/use_schedule.hpp"
+
+namespace terrace {
+
+class StablePager {
+ public:
+  struct Options {
+    Bytes bytes_ahead = 1_GiB;                  // that may come back before their use
+    std::chrono::microseconds look_every{500};  // at what has been used, while anything is
+  };
+  explicit StablePager(StableSpace& space) : StablePager(space, Options{}) {}
+  StablePager(StableSpace& space, const Options& options);
+  ~StablePager();
+  StablePager(const StablePager&) = delete;
+  StablePager& operator=(const StablePager&) = delete;
+
+  // As the space's; where HBM is short others go to DDR first. Errors: as the space's, kOutOfBudget where
+  // nothing that could leave is left or DDR is full as well.
+  [[nodiscard]] Result<Address> allocate(Bytes size);
+  [[nodiscard]] Status free(Address at);
+  // As StableSpace::Uses::begin(), with the blocks brought back.
+  void begin(StableSpace::Uses& uses, std::span<const void* const> pointers, StreamSlot slot);
+
+  struct Counters {
+    std::uint64_t demanded = 0;  // blocks that a use had to wait for
+    std::uint64_t in_place = 0;  // uses over the link
+    std::uint64_t ahead = 0;     // blocks ordered back before their use
+    std::size_t period = 0;      // of the step, in uses; 0: none is learned
+    std::uint64_t surprises = 0;
+  };
+  [[nodiscard]] Counters counters() const;
+
+ private:
+  void serve(const std::stop_token& stop);
+  void order_ahead();                                   // mutex_ held
+  [[nodiscard]] std::vector<PagedBlock> paged() const;  // mutex_ held
+  [[nodiscard]] Status make_room_for(Bytes size, std::span<const Address> spared);
+  [[nodiscard]] bool bring_back(std::span<const void* const> pointers);
+
+  StableSpace& space_;
+  const Options options_;
+  mutable std::mutex mutex_;  // all below
+  std::condition_variable_any stopped_;
+  UseSchedule schedule_;
+  std::uint64_t read_ = 0;  // of the space's uses
+  std::vector<std::uint32_t> fresh_;
+  Counters counters_;
+  std::jthread thread_;  // last: it uses all of the above
+};
+
+}  // namespace terrace

@@ -1,0 +1,114 @@
+#include "swapcore/stable/stable_pager.hpp"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "tests/swapcore/stable_rig.hpp"
+
+namespace terrace::test {
+namespace {
+
+constexpr Bytes kBlock = StableRig::kBlock;
+
+// A program with twice as many bytes as the budget: a step adds one to every number of every block, in order.
+struct Program {
+  explicit Program(StableRig& on) : rig(on), pager(*on.space, {.bytes_ahead = 4 * kBlock}) {}
+  ~Program() {
+    for (const Stream stream : rig.streams) EXPECT_TRUE(rig.device->synchronize(stream).ok());
+  }
+  void make(int blocks) {
+    for (int i = 0; i < blocks; ++i) {
+      const Result<Address> at = pager.allocate(kBlock);
+      ASSERT_TRUE(at.ok()) << at.error().text;
+      all.push_back(*at);
+      launch({*at}, [a = *at] { std::memset(a, 0, kBlock.count()); });
+    }
+  }
+  void launch(const std::vector<const void*>& pointers, std::function<void()> work) {
+    StableSpace::Uses uses(*rig.space);
+    pager.begin(uses, pointers, rig.slots[0]);
+    ASSERT_TRUE(rig.device->launch_host(rig.streams[0], std::move(work)).ok());
+  }
+  void step() {
+    for (std::size_t i = 0; i + 1 < all.size(); ++i) {
+      launch({all[i], all[i + 1]}, [a = all[i], b = all[i + 1]] {
+        auto* const to = reinterpret_cast<std::uint32_t*>(a);
+        const auto* const from = reinterpret_cast<const std::uint32_t*>(b);
+        for (std::size_t n = 0; n < kBlock.count() / sizeof(std::uint32_t); ++n) to[n] += 1 + (from[n] & 1);
+        std::this_thread::sleep_for(std::chrono::microseconds(300));
+      });
+    }
+    EXPECT_TRUE(rig.device->synchronize(rig.streams[0]).ok());
+  }
+  [[nodiscard]] std::vector<std::uint32_t> numbers() {
+    std::vector<std::uint32_t> found;
+    for (const Address at : all) {
+      StableSpace::Uses uses(*rig.space);
+      const std::array<const void*, 1> pointer = {at};
+      uses.begin(pointer, rig.slots[0]);
+      found.push_back(reinterpret_cast<const std::uint32_t*>(at)[kBlock.count() / 4 - 1]);
+    }
+    return found;
+  }
+  StableRig& rig;
+  StablePager pager;
+  std::vector<Address> all;
+};
+
+TEST(StablePager, AProgramTwiceTheBudgetRunsWithTheSameNumbers) {
+  std::vector<std::vector<std::uint32_t>> numbers;
+  for (const Bytes hbm : {16 * kBlock, 8 * kBlock}) {
+    StableRig rig({.hbm = hbm});
+    Program program(rig);
+    program.make(16);
+    for (int i = 0; i < 20; ++i) program.step();
+    numbers.push_back(program.numbers());
+    EXPECT_LE(rig.space->counters().hbm_peak, hbm);
+    EXPECT_EQ(rig.space->counters().spills > 0, hbm < 16 * kBlock);
+  }
+  EXPECT_EQ(numbers[0], numbers[1]);
+}
+
+// Once the step is learned most blocks come back before they are asked for.
+TEST(StablePager, ALearnedStepComesAheadOfItsUse) {
+  StableRig rig({.hbm = 10 * kBlock});
+  Program program(rig);
+  program.make(16);
+  for (int i = 0; i < 60 && program.pager.counters().period == 0; ++i) program.step();
+  ASSERT_GT(program.pager.counters().period, 0U);
+  const StablePager::Counters before = program.pager.counters();
+  for (int i = 0; i < 20; ++i) program.step();
+  const StablePager::Counters after = program.pager.counters();
+  EXPECT_GT(after.ahead, before.ahead + 20);
+  EXPECT_EQ(after.in_place, before.in_place);
+}
+
+// Neither side has room for what a launch needs at once: it is used where it lies.
+TEST(StablePager, WhereNoRoomCanBeMadeABlockIsUsedOverTheLink) {
+  StableRig rig({.hbm = 2 * kBlock});
+  Program program(rig);
+  program.make(3);
+  program.launch({program.all[0], program.all[1], program.all[2]}, [all = program.all] {
+    for (const Address at : all) std::memset(at, 7, kBlock.count());
+  });
+  EXPECT_TRUE(rig.device->synchronize(rig.streams[0]).ok());
+  for (const std::uint32_t number : program.numbers()) EXPECT_EQ(number, 0x07070707U);
+  EXPECT_GT(program.pager.counters().in_place, 0U);
+}
+
+TEST(StablePager, WhereBothSidesAreFullAllocationSaysSo) {
+  StableRig rig({.hbm = 2 * kBlock, .ddr = 2 * kBlock});
+  Program program(rig);
+  program.make(4);
+  const Result<Address> refused = program.pager.allocate(kBlock);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().code, Errc::kOutOfBudget);
+  ASSERT_TRUE(program.pager.free(program.all[0]).ok());
+  program.all.erase(program.all.begin());
+  program.make(1);
+}
+
+}  // namespace
+}  // namespace terrace::test
