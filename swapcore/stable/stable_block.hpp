@@ -35,6 +35,8 @@ struct StableBlock {
   std::atomic<Place> place{Place::kHbm};
   std::atomic<std::uint32_t> number{0};  // never another block's
 
+  std::atomic<bool> has_room{false};  // on the way to HBM, which has been taken
+
   // The space's, under its lock. What backs a block that moves is the mover's alone.
   Address at = nullptr;
   Bytes size;

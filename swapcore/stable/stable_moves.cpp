@@ -47,19 +47,20 @@ bool StableSpace::has_work() const {
   return everything_waits_.load(std::memory_order_acquire) == 0 && !orders_.empty();
 }
 
-// Nothing moves, so nothing makes room for what still waits for it.
+// Nothing moves or can, so nothing makes room for what still waits for it.
 void StableSpace::refuse_the_rest() {
   const Bytes room = backing_->hbm_room();
-  std::erase_if(orders_, [&](StableBlock* block) {
-    if (can_move(*block, room)) return false;
+  const auto moves = [&](const StableBlock* block) { return can_move(*block, room); };
+  if (orders_.empty() || std::any_of(orders_.begin(), orders_.end(), moves)) return;
+  for (StableBlock* const block : orders_) {
     block->queued = false;
     block->last_move =
         out_of_budget(block->size, Pool::kScratch,
                       "a block of " + format_bytes(block->size) + " cannot come back: " + format_bytes(room) +
                           " of HBM are free; order others to DDR first");
     ++counters_.failed_moves;
-    return true;
-  });
+  }
+  orders_.clear();
   changed_.notify_all();
 }
 
@@ -96,6 +97,7 @@ Status StableSpace::prepare(Move& move) {
     Result<HbmHandle> hbm = backing_->take_hbm(size, BackingStore::Alias::kMapped);
     if (!hbm.ok()) return hbm.error();
     move.hbm = *hbm;
+    move.block->has_room.store(true, std::memory_order_relaxed);
     return {};
   }
   Result<HostBacking> host = backing_->take_host(size);
@@ -227,6 +229,7 @@ void StableSpace::settle(Move& move, const Status& moved) {
   if (move.hbm.physical != Physical{}) backing_->give_back(move.hbm);
   if (move.host.alias != nullptr) backing_->give_back(move.host);
   const std::lock_guard lock(mutex_);
+  block.has_room.store(false, std::memory_order_relaxed);
   block.moving = false;
   block.last_move = moved;
   if (!moved.ok()) {

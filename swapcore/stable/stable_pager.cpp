@@ -28,24 +28,26 @@ void StablePager::serve(const std::stop_token& stop) {
   }
 }
 
-std::vector<PagedBlock> StablePager::paged() const {
-  std::vector<PagedBlock> blocks;
+StablePager::Pages StablePager::pages() const {
+  Pages pages{.blocks = {}, .room = space_.hbm_room(), .leaving = {}};
   for (const StableSpace::View& view : space_.blocks()) {
-    blocks.push_back({.at = view.at,
-                      .size = view.size,
-                      .in_hbm = view.place == Place::kHbm,
-                      .movable = !view.pinned && !view.moving,
-                      .next = schedule_.until_next(view.number),
-                      .last_use = view.last_use});
+    if (view.leaving) pages.leaving.push_back(view.at);
+    if (view.awaits_room) pages.room = saturating_sub(pages.room, view.size);
+    pages.blocks.push_back({.at = view.at,
+                            .size = view.size,
+                            .in_hbm = view.place == Place::kHbm,
+                            .movable = !view.pinned && !view.moving,
+                            .next = schedule_.until_next(view.number),
+                            .last_use = view.last_use});
   }
-  return blocks;
+  return pages;
 }
 
 void StablePager::order_ahead() {
   if (!schedule_.learned()) return;
+  const Pages now = pages();
   const PagePlan plan = plan_pages(
-      paged(),
-      {.room = space_.hbm_room(), .uses_ahead = schedule_.period(), .bytes_ahead = options_.bytes_ahead});
+      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = options_.bytes_ahead});
   // A block may have been freed since: then there is nothing to order.
   for (const Address at : plan.to_ddr) (void)space_.order(at, Place::kDdr);
   for (const Address at : plan.to_hbm) (void)space_.order(at, Place::kHbm);
@@ -53,15 +55,15 @@ void StablePager::order_ahead() {
 }
 
 // Orders others to DDR until `size` is free, and waits for that. What moves already is waited for first.
-Status StablePager::make_room_for(Bytes size, std::span<const Address> spared) {
+Status StablePager::make_room_for(Bytes size) {
   for (;;) {
     std::vector<Address> out;
     {
       const std::lock_guard lock(mutex_);
-      const std::vector<PagedBlock> blocks = paged();
-      const Bytes room = space_.hbm_room();
-      if (room >= size) return {};
-      out = make_room(blocks, room, size, spared);
+      const Pages now = pages();
+      if (now.room >= size) return {};
+      out = make_room(now.blocks, now.room, size, {});
+      if (out.empty()) out = now.leaving;
       if (out.empty()) {
         return out_of_budget(size, Pool::kScratch,
                              "no block that could leave HBM for DDR makes room for " + format_bytes(size));
@@ -79,8 +81,7 @@ Result<Address> StablePager::allocate(Bytes size) {
   for (;;) {
     Result<Address> at = space_.allocate(size);
     if (at.ok() || at.error().code != Errc::kOutOfBudget) return at;
-    if (Status room = make_room_for(at.error().bytes + space_.hbm_room(), {}); !room.ok())
-      return room.error();
+    if (Status room = make_room_for(at.error().bytes + space_.hbm_room()); !room.ok()) return room.error();
   }
 }
 
@@ -91,6 +92,19 @@ Status StablePager::free(Address at) {
   const std::lock_guard lock(mutex_);
   schedule_.forget(view->number);
   return freed;
+}
+
+// Whether it comes back. Its order stands behind those that make room for it, before anybody else can plan
+// with that room.
+bool StablePager::order_back(const StableSpace::View& view, std::span<const Address> spared) {
+  const std::lock_guard lock(mutex_);
+  const Pages now = pages();
+  if (now.room < view.size && !view.awaits_room) {
+    const std::vector<Address> out = make_room(now.blocks, now.room, view.size, spared);
+    if (out.empty() && now.leaving.empty()) return false;
+    for (const Address at : out) (void)space_.order(at, Place::kDdr);
+  }
+  return space_.order(view.at, Place::kHbm).ok();
 }
 
 // Whether all of them are on their way or there: false where no room could be made for one.
@@ -105,9 +119,7 @@ bool StablePager::bring_back(std::span<const void* const> pointers) {
   }
   bool all = true;
   for (const StableSpace::View& view : absent) {
-    const bool room = make_room_for(view.size, spared).ok();
-    if (room) (void)space_.order(view.at, Place::kHbm);
-    const bool back = room && space_.await(view.at).ok();
+    const bool back = order_back(view, spared) && space_.await(view.at).ok();
     all = all && back;
     const std::lock_guard lock(mutex_);
     ++(back ? counters_.demanded : counters_.in_place);

@@ -51,10 +51,16 @@ class StablePager {
 
  private:
   void serve(const std::stop_token& stop);
-  void order_ahead();                                   // mutex_ held
-  [[nodiscard]] std::vector<PagedBlock> paged() const;  // mutex_ held
-  [[nodiscard]] Status make_room_for(Bytes size, std::span<const Address> spared);
+  void order_ahead();  // mutex_ held
+  struct Pages {
+    std::vector<PagedBlock> blocks;
+    Bytes room;                    // that nobody waits for
+    std::vector<Address> leaving;  // whose room is about to be
+  };
+  [[nodiscard]] Pages pages() const;  // mutex_ held
+  [[nodiscard]] Status make_room_for(Bytes size);
   [[nodiscard]] bool bring_back(std::span<const void* const> pointers);
+  [[nodiscard]] bool order_back(const StableSpace::View& view, std::span<const Address> spared);
 
   StableSpace& space_;
   const Options options_;

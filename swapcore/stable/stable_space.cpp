@@ -216,7 +216,12 @@ StableSpace::View StableSpace::view_of(const StableBlock& block) {
           .place = block.place.load(std::memory_order_relaxed),
           .last_use = block.last_use.load(std::memory_order_relaxed),
           .pinned = block.pins > 0,
-          .moving = block.moving || block.queued};
+          .moving = block.moving || block.queued,
+          .leaving = (block.moving || block.queued) && block.wanted == Place::kDdr &&
+                     block.place.load(std::memory_order_relaxed) == Place::kHbm,
+          .awaits_room = (block.moving || block.queued) && block.wanted == Place::kHbm &&
+                         block.place.load(std::memory_order_relaxed) == Place::kDdr &&
+                         !block.has_room.load(std::memory_order_relaxed)};
 }
 
 std::vector<StableSpace::View> StableSpace::blocks() const {

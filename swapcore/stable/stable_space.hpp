@@ -83,7 +83,9 @@ class StableSpace {
     Place place = Place::kHbm;
     std::uint64_t last_use = 0;  // turns count uses of the space
     bool pinned = false;
-    bool moving = false;
+    bool moving = false;       // or ordered to
+    bool leaving = false;      // for DDR
+    bool awaits_room = false;  // ordered to HBM, and has taken none of it yet
   };
   [[nodiscard]] std::vector<View> blocks() const;  // in order of addresses
   // Where the pointer leads, if into a block.
