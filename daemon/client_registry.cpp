@@ -6,6 +6,7 @@ namespace terrace {
 namespace {
 
 constexpr std::array kTiers = {TierId::kHbm, TierId::kPeer, TierId::kDdr, TierId::kNvme};
+constexpr const char* kOtherJobs = "other";
 constexpr Bytes kLargestDevice = Bytes(1ULL << 44);  // a stated capacity beyond 16 TiB is not believed
 
 std::uint64_t add_saturating(std::uint64_t a, std::uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
@@ -20,19 +21,52 @@ void for_each_slot(Use use) {
 
 }  // namespace
 
-ClientRegistry::ClientRegistry(Options options) : options_(options), book_(options.node_budgets) {}
+ClientRegistry::ClientRegistry(const Options& options)
+    : limits_(options),
+      book_(LeaseBook::Options{
+          .node_budgets = options.node_budgets, .numa = options.numa, .manners = options.manners}) {}
 
-std::string ClientRegistry::label_for(const std::string& job) {
-  if (kept_.contains(job)) return job;
-  const std::string label = kept_.size() < kMaxJobs ? job : "other";
+std::string ClientRegistry::label_for(const std::string& job, uid_t uid) {
+  const auto owner = label_owners_.find(job);
+  const bool taken = owner != label_owners_.end() && owner->second != uid;
+  const std::string wanted = taken ? job + ":" + std::to_string(uid) : job;
+  if (label_owners_.contains(wanted)) return label_owners_.at(wanted) == uid ? wanted : kOtherJobs;
+  const auto owned = std::count_if(label_owners_.begin(), label_owners_.end(),
+                                   [uid](const auto& label) { return label.second == uid; });
+  const bool room = kept_.size() < kMaxJobs && static_cast<std::size_t>(owned) < kMaxJobsOfUser;
+  const std::string label = room ? wanted : kOtherJobs;
   kept_.try_emplace(label);
+  if (room && label != kOtherJobs) label_owners_.emplace(label, uid);
   return label;
 }
 
 Bytes ClientRegistry::hbm_budget_for(Bytes capacity) const {
-  if (options_.hbm_per_device) return *options_.hbm_per_device;
+  if (limits_.hbm_per_device) return *limits_.hbm_per_device;
   const Bytes whole = std::min(capacity, kLargestDevice);
-  return options_.hbm_budget.resolve(whole, whole);
+  return limits_.hbm_budget.resolve(whole, whole);
+}
+
+// What the policy says of the job that the record is of; jobs without a label of their own get nothing
+// special.
+void ClientRegistry::set_terms_of(const Record& record) {
+  LeaseTerms terms;
+  for (const JobRule& rule : limits_.jobs) {
+    if (record.job == kOtherJobs || !glob_matches(rule.match, record.job)) continue;
+    if (!rule.user.empty() && rule.user != record.user) continue;
+    terms = {static_cast<std::uint32_t>(rule.priority), rule.hbm_guarantee, rule.ddr_guarantee};
+    break;
+  }
+  book_.set_terms(record.job, terms);
+}
+
+void ClientRegistry::set_limits(const Limits& limits) {
+  const std::lock_guard lock(mutex_);
+  limits_ = limits;
+  std::map<std::string, Bytes> hbm;
+  for (const auto& [id, client] : clients_)
+    hbm.try_emplace(client.record.device, hbm_budget_for(client.capacity));
+  book_.set_budgets(limits_.node_budgets, hbm);
+  for (const auto& [id, client] : clients_) set_terms_of(client.record);
 }
 
 TierAmounts ClientRegistry::budget_of(ClientId client) const {
@@ -70,31 +104,44 @@ std::optional<SlotValues> ClientRegistry::take_back(std::uint64_t page, pid_t pi
   return values;
 }
 
-Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, pid_t peer,
+Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Process& process,
                                                     std::unique_ptr<SharedPageReader> page) {
   const std::lock_guard lock(mutex_);
   Joined joined;
+  std::size_t of_user = 0;
   for (const auto& [id, other] : clients_) {
+    if (other.record.uid == process.uid) ++of_user;
     if (other.record.page != page->identity()) continue;
-    if (other.record.pid != peer) return Error{Errc::kProtocol, "another process has registered this page"};
+    if (other.record.pid != process.pid)
+      return Error{Errc::kProtocol, "another process has registered this page"};
     joined.replaced = id;
   }
   if (joined.replaced) end(*joined.replaced);
   if (clients_.size() >= kMaxClients) return Error{Errc::kOutOfMemory, "the daemon has its limit of clients"};
+  if (of_user >= kMaxClientsOfUser + (joined.replaced ? 1 : 0))
+    return Error{Errc::kOutOfMemory,
+                 "this user has its limit of " + std::to_string(kMaxClientsOfUser) + " clients"};
   joined.client = ClientId{next_client_++};
-  const std::optional<SlotValues> before = take_back(page->identity(), peer);
+  const std::optional<SlotValues> before = take_back(page->identity(), process.pid);
   Client client;
   client.record.client = joined.client.value;
-  client.record.pid = peer;
-  client.record.job = label_for(clean_job_name(hello.job.view()));
+  client.record.pid = process.pid;
+  client.record.uid = process.uid;
+  client.record.user = process.user;
+  client.record.job = label_for(clean_job_name(hello.job.view()), process.uid);
   client.record.device = hello.device.view().empty() ? "0" : clean_job_name(hello.device.view());
   client.record.run = hello.run;
   client.record.page = page->identity();
   if (before) client.record.values = *before;
   client.page = std::move(page);
-  TierAmounts held;
-  for (std::size_t tier = 0; tier < kTierCount; ++tier) held[tier] = Bytes(hello.held[tier]);
-  book_.adopt(joined.client, client.record.device, hbm_budget_for(Bytes(hello.capacity)), held);
+  client.capacity = Bytes(hello.capacity);
+  set_terms_of(client.record);
+  LeaseBook::Newcomer newcomer{.job = client.record.job,
+                               .device = client.record.device,
+                               .hbm_budget = hbm_budget_for(client.capacity),
+                               .numa_node = hello.numa_node};
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) newcomer.held[tier] = Bytes(hello.held[tier]);
+  book_.adopt(joined.client, newcomer);
   clients_.emplace(joined.client, std::move(client));
   joined.budget = budget_of(joined.client);
   joined.leased = leased_by(joined.client);
@@ -106,7 +153,8 @@ void ClientRegistry::end(ClientId id) {
   if (found == clients_.end()) return;
   refresh(found->second);
   Record& record = found->second.record;
-  record.leased = {};
+  record.leased = record.waiting = {};
+  record.deaf = false;
   SlotValues& kept = kept_.at(record.job);
   for_each_slot([&](const MetricInfo& info, std::size_t slot) {
     if (info.type == MetricType::kCounter) kept[slot] = add_saturating(kept[slot], record.values[slot]);
@@ -122,13 +170,54 @@ void ClientRegistry::leave(ClientId client) {
   end(client);
 }
 
-Bytes ClientRegistry::request(ClientId client, TierId tier, Bytes wanted) {
+ClientRegistry::Grant ClientRegistry::request(ClientId client, const LeaseRequest& request,
+                                              LeaseBook::Time now) {
   const std::lock_guard lock(mutex_);
-  return clients_.contains(client) ? book_.request(client, tier, wanted) : Bytes();
+  if (!clients_.contains(client)) return {};
+  const auto tier = static_cast<TierId>(request.tier);
+  const Bytes granted = book_.request(client, tier, Bytes(request.wanted), request.unmet, now);
+  return {granted, book_.leased(client, tier), book_.coming(client, tier)};
 }
-Bytes ClientRegistry::release(ClientId client, TierId tier, Bytes bytes) {
+ClientRegistry::Grant ClientRegistry::release(ClientId client, const Release& release) {
   const std::lock_guard lock(mutex_);
-  return clients_.contains(client) ? book_.release(client, tier, bytes) : Bytes();
+  if (!clients_.contains(client)) return {};
+  const auto tier = static_cast<TierId>(release.tier);
+  (void)book_.release(client, tier, Bytes(release.bytes));
+  return {{}, book_.leased(client, tier), book_.coming(client, tier)};
+}
+ClientRegistry::Grant ClientRegistry::answer(ClientId client, const ShrinkReply& reply, LeaseBook::Time now) {
+  const std::lock_guard lock(mutex_);
+  if (!clients_.contains(client)) return {};
+  const auto tier = static_cast<TierId>(reply.tier);
+  (void)book_.answer(client, {tier, reply.ask, Bytes(reply.released)}, now);
+  return {{}, book_.leased(client, tier), book_.coming(client, tier)};
+}
+std::vector<ClientId> ClientRegistry::steer(pid_t pid, Course course, std::optional<uid_t> only) {
+  const std::lock_guard lock(mutex_);
+  std::vector<ClientId> concerned;
+  for (auto& [id, client] : clients_) {
+    if (client.record.pid != pid || (only && client.record.uid != *only)) continue;
+    client.record.course = course;
+    concerned.push_back(id);
+  }
+  return concerned;
+}
+std::vector<LeaseEvent> ClientRegistry::settle(LeaseBook::Time now) {
+  const std::lock_guard lock(mutex_);
+  return book_.settle(now);
+}
+std::optional<LeaseBook::Time> ClientRegistry::due() const {
+  const std::lock_guard lock(mutex_);
+  return book_.due();
+}
+std::size_t ClientRegistry::clients() const {
+  const std::lock_guard lock(mutex_);
+  return clients_.size();
+}
+std::size_t ClientRegistry::deaf_clients() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::size_t>(std::count_if(
+      clients_.begin(), clients_.end(), [this](const auto& client) { return book_.deaf(client.first); }));
 }
 Bytes ClientRegistry::leased(ClientId client, TierId tier) const {
   const std::lock_guard lock(mutex_);
@@ -142,6 +231,9 @@ ClientRegistry::View ClientRegistry::view() {
   for (auto& [id, client] : clients_) {
     refresh(client);
     client.record.leased = leased_by(id);
+    for (const TierId tier : kTiers)
+      client.record.waiting[static_cast<std::size_t>(tier)] = book_.waiting(id, tier);
+    client.record.deaf = book_.deaf(id);
     JobTotals& job = view.jobs.at(client.record.job);
     ++job.clients;
     for_each_slot([&](const MetricInfo& info, std::size_t slot) {
@@ -157,7 +249,9 @@ ClientRegistry::View ClientRegistry::view() {
     view.budget[static_cast<std::size_t>(tier)] = book_.budget(tier);
     view.leased[static_cast<std::size_t>(tier)] = book_.leased(tier);
   }
-  if (clients_.empty() && options_.hbm_per_device) view.budget[0] = *options_.hbm_per_device;
+  view.clients = view.live.size();
+  view.accounts = book_.accounts();
+  if (clients_.empty() && limits_.hbm_per_device) view.budget[0] = *limits_.hbm_per_device;
   view.joined_total = next_client_ - 1;
   return view;
 }

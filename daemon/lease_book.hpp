@@ -1,47 +1,81 @@
-// Who holds how much of the node: lease arithmetic as a state machine without clock, socket or lock.
+// Who holds how much of the node: its accounts (lease_account.hpp), and which of them a client uses. Pure, as
+// they are.
 //
-// HBM is accounted by device, every other tier by node. For every account: what is granted never makes the
-// sum of leases exceed the budget. Only adopt() may find more there than the budget allows, after the budget
-// was lowered between two daemons; then nothing is granted until enough has come back.
+// HBM has an account for each device in use, pinned memory one for each NUMA node, every other tier one. A
+// client that does not say whose memory it pins is put to the NUMA node that has most left.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "daemon/lease_account.hpp"
 #include "runtime/result.hpp"
 #include "runtime/units.hpp"
+#include "swapcore/policy/policy.hpp"
 
 namespace terrace {
 
 using TierAmounts = std::array<Bytes, kTierCount>;  // by TierId
 
-struct ClientId {
-  std::uint64_t value = 0;
-  auto operator<=>(const ClientId&) const = default;
+// Of a job: how it stands to others, and what it can count on: a size, or a share of the account's budget.
+struct LeaseTerms {
+  std::uint32_t weight = 1;
+  Amount hbm = Amount::of(Bytes());  // on each device
+  Amount ddr = Amount::of(Bytes());  // on each NUMA node
+  bool operator==(const LeaseTerms&) const = default;
 };
 
 class LeaseBook {
  public:
-  // Bytes of every tier but HBM.
-  explicit LeaseBook(TierAmounts node_budgets);
+  using Time = LeaseAccount::Time;
 
-  // Enters a client that uses `device`, whose HBM budget is `hbm_budget` if nobody uses it yet (else the
-  // budget stays). `held` is what the client has already, from an earlier daemon; it is entered as leased, at
-  // most one budget of each tier. Precondition: the id is new.
-  void adopt(ClientId client, const std::string& device, Bytes hbm_budget, const TierAmounts& held);
-  // Strikes a client out; all it held is free at once. Unknown ids are ignored.
+  // Bytes of every tier but HBM. `numa` says how pinned memory is spread, by node: shares of the budget in
+  // proportion to these numbers; empty: one account.
+  struct Options {
+    TierAmounts node_budgets{};
+    std::map<int, Bytes> numa{};
+    LeaseAccount::Manners manners{};
+  };
+  explicit LeaseBook(const Options& options);
+  explicit LeaseBook(const TierAmounts& node_budgets) : LeaseBook(Options{.node_budgets = node_budgets}) {}
+
+  struct Newcomer {
+    std::string job{};
+    std::string device{};
+    Bytes hbm_budget{};  // of the device, if nobody uses it yet (else the budget stays)
+    int numa_node = -1;
+    TierAmounts held{};  // what it has from an earlier daemon: leased, at most one budget of each tier
+  };
+  // Preconditions of all that name a client: adopt()'s is new, the others' entered and not left; leave()
+  // ignores who isn't.
+  void adopt(ClientId client, const Newcomer& newcomer);
   void leave(ClientId client);
+  void set_terms(const std::string& job, const LeaseTerms& terms);
+  // Of every tier but HBM, spread as before; `hbm` of each device in use by its name.
+  void set_budgets(const TierAmounts& node_budgets, const std::map<std::string, Bytes>& hbm);
 
-  // Leases as much of `wanted` as is free, down to nothing. Returns what was granted by this call.
-  // Precondition for both: the client is entered.
-  [[nodiscard]] Bytes request(ClientId client, TierId tier, Bytes wanted);
-  // Takes back at most what the client holds. Returns what was taken back.
+  // As LeaseAccount, of the account that the client uses.
+  [[nodiscard]] Bytes request(ClientId client, TierId tier, Bytes wanted, Unmet unmet = Unmet::kForget,
+                              Time now = Time(0));
   Bytes release(ClientId client, TierId tier, Bytes bytes);
+  struct Answer {
+    TierId tier = TierId::kHbm;
+    std::uint64_t ask = 0;
+    Bytes released;
+  };
+  Bytes answer(ClientId client, const Answer& answer, Time now);
+  [[nodiscard]] std::vector<LeaseEvent> settle(Time now);
+  [[nodiscard]] std::optional<Time> due() const;
 
   [[nodiscard]] Bytes leased(ClientId client, TierId tier) const;  // zero for an unknown client
-  // As the client sees it: HBM of its device, other tiers of the node.
+  [[nodiscard]] Bytes waiting(ClientId client, TierId tier) const;
+  [[nodiscard]] bool coming(ClientId client, TierId tier) const;  // room, for what it waits for
+  [[nodiscard]] bool deaf(ClientId client) const;                 // in any tier
+  // As the client sees it: HBM of its device, pinned memory of its NUMA node, other tiers of the node.
   [[nodiscard]] Bytes budget(ClientId client, TierId tier) const;
   [[nodiscard]] Bytes free(ClientId client, TierId tier) const;
   // Of the node: HBM summed over the devices in use.
@@ -49,24 +83,32 @@ class LeaseBook {
   [[nodiscard]] Bytes budget(TierId tier) const;
   [[nodiscard]] std::size_t clients() const { return clients_.size(); }
 
- private:
-  struct Account {
-    Bytes budget;
-    Bytes leased;
-    std::size_t users = 0;
+  struct AccountView {
+    TierId tier = TierId::kHbm;
+    std::string place;  // the device, the NUMA node's number, or empty
+    Bytes budget, leased;
   };
-  struct Client {
-    std::string device;
-    TierAmounts leased;
-  };
-  [[nodiscard]] Account& account(const Client& client, TierId tier);
-  [[nodiscard]] const Account& account(const Client& client, TierId tier) const;
-  [[nodiscard]] Client& known(ClientId client);
-  [[nodiscard]] const Client& known(ClientId client) const;
+  [[nodiscard]] std::vector<AccountView> accounts() const;
 
-  std::array<Account, kTierCount> node_;    // by TierId; the HBM entry is unused
-  std::map<std::string, Account> devices_;  // HBM, while somebody uses the device
+ private:
+  using Key = std::pair<TierId, std::string>;
+  using Accounts = std::map<Key, LeaseAccount>;
+  struct Client {
+    std::string job;
+    std::array<Key, kTierCount> keys;  // by TierId
+  };
+  [[nodiscard]] LeaseAccount& open(const Key& key, Bytes budget);
+  [[nodiscard]] Key ddr_key(int numa_node) const;
+  [[nodiscard]] Bytes ddr_part(const std::string& place, Bytes whole) const;
+  [[nodiscard]] const Client& known(ClientId client) const;
+  [[nodiscard]] LeaseAccount& account(ClientId client, TierId tier);
+  [[nodiscard]] const LeaseAccount& account(ClientId client, TierId tier) const;
+  void set_terms(LeaseAccount& account, TierId tier, const std::string& job) const;
+
+  const Options options_;
+  Accounts accounts_;  // HBM ones while somebody uses the device
   std::map<ClientId, Client> clients_;
+  std::map<std::string, LeaseTerms> terms_;  // by job
 };
 
 }  // namespace terrace

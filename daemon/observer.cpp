@@ -31,6 +31,20 @@ Result<std::string> Observer::status(std::uint64_t run) {
   return std::move(status->json);
 }
 
+Status Observer::reload() {
+  const auto reply = ask(ReloadRequest{});
+  if (!reply) return reply.error();
+  if (!std::holds_alternative<Done>(*reply)) return Error{Errc::kProtocol, "the daemon did not say done"};
+  return {};
+}
+
+Status Observer::steer(pid_t pid, Course course) {
+  const auto reply = ask(SteerRequest{pid, course});
+  if (!reply) return reply.error();
+  if (!std::holds_alternative<Done>(*reply)) return Error{Errc::kProtocol, "the daemon did not say done"};
+  return {};
+}
+
 Result<Message> Observer::ask(const Message& message) {
   const std::uint32_t mine = ++sequence_;
   if (Status sent = connection_.send(message, mine); !sent) return sent.error();

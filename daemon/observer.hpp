@@ -1,6 +1,8 @@
 // The command line's side of the daemon: it looks, and keeps the daemon awake while it is connected.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 
@@ -15,6 +17,11 @@ class Observer {
   [[nodiscard]] static Result<Observer> connect(const std::string& socket);
   // The daemon's status as JSON text (daemon/status_json.hpp). Errors as above.
   [[nodiscard]] Result<std::string> status(std::uint64_t run);
+  // The daemon reads its policy anew. Errors: what is wrong with it, or that this user may not.
+  [[nodiscard]] Status reload();
+  // How the clients of a process treat new work from now on. Errors: kNotFound (no such process of this
+  // user's).
+  [[nodiscard]] Status steer(pid_t pid, Course course);
 
  private:
   explicit Observer(WireConnection connection) : connection_(std::move(connection)) {}

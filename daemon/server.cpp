@@ -1,117 +1,48 @@
 #include "daemon/server.hpp"
 
 #include <poll.h>
-#include <prometheus/counter.h>
-#include <prometheus/gauge.h>
-#include <prometheus/registry.h>
 #include <spdlog/spdlog.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <map>
 
 #include "daemon/exposition.hpp"
-#include "daemon/metrics_server.hpp"
-#include "daemon/socket_claim.hpp"
-#include "daemon/status_json.hpp"
+#include "daemon/server_impl.hpp"
 #include "daemon/version.hpp"
-#include "runtime/wire.hpp"
 
 namespace terrace {
 namespace {
 
 using std::chrono::milliseconds;
-using WallClock = std::chrono::steady_clock;
 
 constexpr std::size_t kMaxConnections = 1024;
-constexpr std::uint64_t kListening = 0;  // epoll tags; connections count from kFirstConnection
-constexpr std::uint64_t kStop = 1;
-constexpr std::uint64_t kFirstConnection = 2;
+constexpr std::size_t kMaxConnectionsOfUser = 512;  // of others than the daemon's own
+constexpr milliseconds kGreetingPatience{10000};    // for who connects and says nothing
+constexpr milliseconds kLookAround{1000};
+// Epoll tags: of a connection, twice its number for the socket, and one more for the process behind it.
+constexpr std::uint64_t kListening = 0;
+constexpr std::uint64_t kWake = 1;
+constexpr std::uint64_t kFirstConnection = 1;
 
-struct Connection {
-  WireConnection wire;
-  OwnedFd process;  // a pidfd: says when the peer has ended, also where a forked child keeps the socket open
-  pid_t peer = 0;
-  bool greeted = false;
-  std::optional<ClientId> client;  // an observer has none
-  std::optional<std::pair<std::uint32_t, LeaseRequest>>
-      waiting;  // sequence and request, until the grace ends
-};
-
-pid_t peer_of(int socket) {
-  ucred credentials{};
-  socklen_t size = sizeof credentials;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0 ? credentials.pid : 0;
-}
-
-OwnedFd process_handle(pid_t pid) {
-  return OwnedFd(pid > 0 ? static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)) : -1);
-}
-
-TierBytes wire_amounts(const TierAmounts& amounts) {
-  TierBytes bytes{};
-  for (std::size_t tier = 0; tier < kTierCount; ++tier) bytes[tier] = amounts[tier].count();
-  return bytes;
+const NodeMetricInfo& info_of(NodeMetric metric) {
+  return node_metric_table()[static_cast<std::size_t>(metric)];
 }
 
 }  // namespace
 
-struct Server::Impl {
-  Impl(Options opened_with, SocketClaim claimed)
-      : options(std::move(opened_with)), claim(std::move(claimed)), clients(options.registry) {}
-
-  Options options;
-  SocketClaim claim;
-  ClientRegistry clients;
-  std::shared_ptr<prometheus::Registry> own = std::make_shared<prometheus::Registry>();
-  prometheus::Counter* refused = nullptr;
-  std::unique_ptr<MetricsServer> http;
-  DaemonFacts facts;
-  OwnedFd epoll{::epoll_create1(EPOLL_CLOEXEC)};
-  OwnedFd stop{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
-  std::map<std::uint64_t, Connection> connections;
-  std::uint64_t next_tag = kFirstConnection;
-  WallClock::time_point grace_ends{};
-  WallClock::time_point idle_since{};
-
-  Status prepare();
-  bool watch(int fd, std::uint64_t tag);
-  void accept_all();
-  void accept_one(OwnedFd socket);
-  void serve(std::uint64_t tag);
-  void drop(std::uint64_t tag);
-  void refuse(std::uint64_t tag, const Error& error, std::uint32_t sequence);
-  void answer(std::uint64_t tag, Envelope& envelope);
-  void greet(std::uint64_t tag, Envelope& envelope, const Hello& hello);
-  void lease(std::uint64_t tag, std::uint32_t sequence, const LeaseRequest& request);
-  void reply(std::uint64_t tag, const Message& message, std::uint32_t sequence);
-  void serve_waiting();
-  [[nodiscard]] bool in_grace() const { return WallClock::now() < grace_ends; }
-  [[nodiscard]] bool idle_for_long();
-  [[nodiscard]] milliseconds patience() const;
-  Status loop();
-};
+milliseconds server_time() {
+  return std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now().time_since_epoch());
+}
 
 Status Server::Impl::prepare() {
-  if (!epoll.valid() || !stop.valid() || !watch(claim.fd(), kListening) || !watch(stop.get(), kStop)) {
+  next_tag = kFirstConnection;
+  if (!epoll.valid() || !wake.valid() || !watch(claim.fd(), kListening) || !watch(wake.get(), kWake)) {
     return Error{Errc::kIo, std::string("epoll: ") + std::strerror(errno)};
   }
-  const NodeMetricInfo& refused_info =
-      node_metric_table()[static_cast<std::size_t>(NodeMetric::kMessagesRefused)];
-  refused =
-      &prometheus::BuildCounter().Name(refused_info.name).Help(refused_info.help).Register(*own).Add({});
-  const NodeMetricInfo& build_info = node_metric_table()[static_cast<std::size_t>(NodeMetric::kBuildInfo)];
-  prometheus::BuildGauge()
-      .Name(build_info.name)
-      .Help(build_info.help)
-      .Register(*own)
-      .Add({{"version", kVersion}})
-      .Set(1);
+  count_own_metrics();
   facts = {::getpid(), kVersion, options.socket, {}};
   if (options.listen.empty()) return {};
   auto opened = MetricsServer::open(options.listen, {std::make_shared<Exposition>(clients), own});
@@ -121,11 +52,36 @@ Status Server::Impl::prepare() {
   return {};
 }
 
+void Server::Impl::count_own_metrics() {
+  const auto counter = [this](NodeMetric metric) {
+    const NodeMetricInfo& info = info_of(metric);
+    return &prometheus::BuildCounter().Name(info.name).Help(info.help).Register(*own).Add({});
+  };
+  refused = counter(NodeMetric::kMessagesRefused);
+  shrinks = counter(NodeMetric::kShrinkRequests);
+  const NodeMetricInfo& deaf_info = info_of(NodeMetric::kDeafClients);
+  deaf = &prometheus::BuildGauge().Name(deaf_info.name).Help(deaf_info.help).Register(*own).Add({});
+  const NodeMetricInfo& build_info = info_of(NodeMetric::kBuildInfo);
+  prometheus::BuildGauge()
+      .Name(build_info.name)
+      .Help(build_info.help)
+      .Register(*own)
+      .Add({{"version", kVersion}})
+      .Set(1);
+}
+
 bool Server::Impl::watch(int fd, std::uint64_t tag) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.u64 = tag;
   return ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+void Server::Impl::listen_to(std::uint64_t tag, Connection& connection, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = 2 * tag;
+  (void)::epoll_ctl(epoll.get(), EPOLL_CTL_MOD, connection.wire.fd(), &event);
 }
 
 void Server::Impl::accept_all() {
@@ -138,160 +94,152 @@ void Server::Impl::accept_all() {
 }
 
 void Server::Impl::accept_one(OwnedFd socket) {
-  const std::uint64_t tag = next_tag++;
+  auto peer = peer_of(socket.get());
+  if (!peer) return;
   Connection connection;
-  connection.peer = peer_of(socket.get());
-  connection.process = process_handle(connection.peer);
+  connection.right = right_of(*peer, options.access);
+  connection.peer = std::move(*peer);
   connection.wire = WireConnection(std::move(socket));
-  if (!watch(connection.wire.fd(), tag)) return;
-  if (connection.process.valid()) (void)watch(connection.process.get(), tag);
+  connection.opened_at = server_time();
+  const uid_t user = connection.peer.uid;
+  const char* why = nullptr;
+  if (connection.right == Right::kNone)
+    why = "this user may not use the daemon; daemon.group and daemon.readers of its policy name who may";
+  if (connection.right != Right::kOwn && by_user[user] >= kMaxConnectionsOfUser)
+    why = "this user has its limit of connections";
+  if (why != nullptr) {
+    refused->Increment();
+    (void)connection.wire.send(Refusal{Errc::kInvalidArgument, why}, 0);
+    if (by_user[user] == 0) by_user.erase(user);
+    return;
+  }
+  const std::uint64_t tag = next_tag++;
+  if (!watch(connection.wire.fd(), 2 * tag)) return;
+  if (connection.peer.process.valid()) (void)watch(connection.peer.process.get(), 2 * tag + 1);
+  ++by_user[user];
   connections.emplace(tag, std::move(connection));
 }
 
 void Server::Impl::drop(std::uint64_t tag) {
   const auto found = connections.find(tag);
   if (found == connections.end()) return;
-  if (found->second.client) {
-    clients.leave(*found->second.client);
-    spdlog::info("client {} (pid {}) has ended", found->second.client->value, found->second.peer);
+  const Connection& gone = found->second;
+  if (gone.client) {
+    clients.leave(*gone.client);
+    tags.erase(*gone.client);
+    spdlog::info("client {} (pid {}) has ended", gone.client->value, gone.peer.pid);
   }
+  if (gone.greeted) --greeted;
+  if (gone.paused_until) --paused;
+  if (--by_user[gone.peer.uid] == 0) by_user.erase(gone.peer.uid);
   connections.erase(found);
-  idle_since = WallClock::now();
-}
-
-void Server::Impl::refuse(std::uint64_t tag, const Error& error, std::uint32_t sequence) {
-  const auto found = connections.find(tag);
-  if (found == connections.end()) return;
-  spdlog::warn("pid {}: {}", found->second.peer, error.text);
-  refused->Increment();
-  (void)found->second.wire.send(Refusal{error.code, error.text}, sequence);
-  drop(tag);
-}
-
-void Server::Impl::reply(std::uint64_t tag, const Message& message, std::uint32_t sequence) {
-  const auto found = connections.find(tag);
-  if (found == connections.end()) return;
-  if (!found->second.wire.send(message, sequence)) drop(tag);  // gone, or doesn't read what it asks for
+  idle_since = server_time();
 }
 
 // Reads one message: a busy client waits its turn. Epoll is level-triggered, so the rest comes next.
-void Server::Impl::serve(std::uint64_t tag) {
+void Server::Impl::serve(std::uint64_t tag, std::uint32_t events) {
   const auto found = connections.find(tag);
   if (found == connections.end()) return;
-  auto envelope = found->second.wire.receive(milliseconds(0));
-  if (!envelope && envelope.error().code == Errc::kTimeout) {
-    // Nothing to read, so the event was the peer's end.
-    pollfd ended{found->second.process.get(), POLLIN, 0};
-    if (ended.fd >= 0 && ::poll(&ended, 1, 0) > 0) drop(tag);
+  Connection& connection = found->second;
+  if (connection.paused_until) {  // then only its end is waited for
+    if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) drop(tag);
     return;
   }
+  if (!connection.rate.take(server_time())) {
+    connection.paused_until = connection.rate.opens_at();
+    ++paused;
+    return listen_to(tag, connection, EPOLLRDHUP);
+  }
+  auto envelope = connection.wire.receive(milliseconds(0));
+  if (!envelope && envelope.error().code == Errc::kTimeout) return;
   if (!envelope && envelope.error().code == Errc::kProtocol) return refuse(tag, envelope.error(), 0);
   if (!envelope) return drop(tag);
   answer(tag, *envelope);
 }
 
-void Server::Impl::answer(std::uint64_t tag, Envelope& envelope) {
-  Connection& connection = connections.at(tag);
-  const auto bad = [&](const char* why) { refuse(tag, Error{Errc::kProtocol, why}, envelope.sequence); };
-  if (const auto* hello = std::get_if<Hello>(&envelope.message)) {
-    return connection.greeted ? bad("a second Hello") : greet(tag, envelope, *hello);
+void Server::Impl::resume_paused() {
+  if (paused == 0) return;
+  const milliseconds now = server_time();
+  for (auto& [tag, connection] : connections) {
+    if (!connection.paused_until || *connection.paused_until > now) continue;
+    connection.paused_until.reset();
+    --paused;
+    listen_to(tag, connection, EPOLLIN | EPOLLRDHUP);
   }
-  if (const auto* status = std::get_if<StatusRequest>(&envelope.message)) {
-    return reply(tag, StatusReply{status_json(facts, clients.view(), status->run)}, envelope.sequence);
-  }
-  if (!connection.client) return bad("Hello comes first");
-  if (const auto* request = std::get_if<LeaseRequest>(&envelope.message)) {
-    if (!in_grace()) return lease(tag, envelope.sequence, *request);
-    if (connection.waiting) return bad("one lease request at a time");
-    connection.waiting.emplace(envelope.sequence, *request);
-    return;
-  }
-  if (const auto* release = std::get_if<Release>(&envelope.message)) {
-    const auto tier = static_cast<TierId>(release->tier);
-    clients.release(*connection.client, tier, Bytes(release->bytes));
-    const LeaseGrant left{release->tier, 0, 0, clients.leased(*connection.client, tier).count()};
-    return reply(tag, left, envelope.sequence);
-  }
-  bad("a message that only the daemon sends");
 }
 
-void Server::Impl::greet(std::uint64_t tag, Envelope& envelope, const Hello& hello) {
-  Connection& connection = connections.at(tag);
-  Welcome welcome{0, facts.pid, 0, {}, {}};
-  if (hello.role == Role::kClient) {
-    if (!envelope.fd.valid())
-      return refuse(tag, {Errc::kProtocol, "Hello without a page"}, envelope.sequence);
-    auto page = SharedPageReader::open(envelope.fd.release());
-    if (!page) return refuse(tag, page.error(), envelope.sequence);
-    const pid_t pid = connection.peer > 0 ? connection.peer : hello.pid;
-    auto joined = clients.join(hello, pid, std::move(*page));
-    if (!joined) return refuse(tag, joined.error(), envelope.sequence);
-    for (auto& [other_tag, other] : connections) {
-      if (joined->replaced && other.client == joined->replaced) other.client.reset();
-    }
-    connection.client = joined->client;
-    welcome = {joined->client.value, facts.pid, 0, wire_amounts(joined->budget),
-               wire_amounts(joined->leased)};
-    spdlog::info("client {} (pid {}, job {}) has joined", joined->client.value, pid, hello.job.view());
+// What is looked at now and then: who connected and says nothing, the service manager.
+void Server::Impl::look_around() {
+  const milliseconds now = server_time();
+  if (options.notice.alive_every() && now >= next_alive) {
+    options.notice.alive();
+    next_alive = now + *options.notice.alive_every();
   }
-  connection.greeted = true;
-  reply(tag, welcome, envelope.sequence);
-}
-
-void Server::Impl::lease(std::uint64_t tag, std::uint32_t sequence, const LeaseRequest& request) {
-  const auto found = connections.find(tag);
-  if (found == connections.end() || !found->second.client) return;
-  const auto tier = static_cast<TierId>(request.tier);
-  const ClientId client = *found->second.client;
-  const Bytes granted = clients.request(client, tier, Bytes(request.wanted));
-  reply(tag, LeaseGrant{request.tier, 0, granted.count(), clients.leased(client, tier).count()}, sequence);
-}
-
-void Server::Impl::serve_waiting() {
-  if (in_grace()) return;
-  std::vector<std::uint64_t> tags;
+  if (now < next_look) return;
+  next_look = now + kLookAround;
+  deaf->Set(static_cast<double>(clients.deaf_clients()));
+  std::vector<std::uint64_t> silent;
   for (const auto& [tag, connection] : connections) {
-    if (connection.waiting) tags.push_back(tag);
+    if (!connection.greeted && now - connection.opened_at > kGreetingPatience) silent.push_back(tag);
   }
-  for (const std::uint64_t tag : tags) {
-    const auto [sequence, request] = *std::exchange(connections.at(tag).waiting, std::nullopt);
-    lease(tag, sequence, request);
-  }
+  for (const std::uint64_t tag : silent) drop(tag);
 }
+
+bool Server::Impl::in_grace() const { return server_time() < grace_ends; }
 
 bool Server::Impl::idle_for_long() {
-  for (const auto& [tag, connection] : connections) {
-    if (!connection.greeted) continue;
-    idle_since = WallClock::now();
-    return false;
-  }
-  return options.exit_when_idle && WallClock::now() - idle_since >= *options.exit_when_idle;
+  if (!options.exit_when_idle) return false;
+  if (greeted > 0) idle_since = server_time();
+  return server_time() - idle_since >= *options.exit_when_idle;
 }
 
 milliseconds Server::Impl::patience() const {
   if (in_grace()) return milliseconds(50);
-  return options.exit_when_idle ? std::min(milliseconds(500), *options.exit_when_idle + milliseconds(1))
-                                : milliseconds(5000);
+  milliseconds longest{5000};
+  const auto until = [&longest](milliseconds time) {
+    longest = std::min(longest, std::max(milliseconds(1), time - server_time() + milliseconds(1)));
+  };
+  if (options.exit_when_idle)
+    longest = std::min(milliseconds(500), *options.exit_when_idle + milliseconds(1));
+  if (greeted < connections.size()) until(next_look);
+  if (options.notice.alive_every()) until(next_alive);
+  if (const auto due = clients.due()) until(*due);
+  if (paused == 0) return longest;
+  for (const auto& [tag, connection] : connections) {
+    if (connection.paused_until) until(*connection.paused_until);
+  }
+  return longest;
 }
 
 Status Server::Impl::loop() {
-  idle_since = WallClock::now();
-  if (claim.replaced_stale()) grace_ends = WallClock::now() + options.rejoin_grace;
+  idle_since = server_time();
+  if (claim.replaced_stale()) grace_ends = server_time() + options.rejoin_grace;
+  options.notice.ready();
   std::array<epoll_event, 64> events;
   for (;;) {
     const int timeout = static_cast<int>(patience().count());
     const int count = ::epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), timeout);
     if (count < 0 && errno != EINTR) return Error{Errc::kIo, std::string("epoll: ") + std::strerror(errno)};
     for (int i = 0; i < count; ++i) {
-      const std::uint64_t tag = events[static_cast<std::size_t>(i)].data.u64;
-      if (tag == kStop) return {};
+      const epoll_event& event = events[static_cast<std::size_t>(i)];
+      const std::uint64_t tag = event.data.u64;
       if (tag == kListening) {
         accept_all();
+      } else if (tag == kWake) {
+        std::uint64_t ignored = 0;
+        [[maybe_unused]] const ssize_t drained = ::read(wake.get(), &ignored, sizeof ignored);
+        if (stopping.load()) return {};
+        if (reloading.exchange(false)) reload_and_log();
+      } else if (tag % 2 == 1) {
+        drop(tag / 2);  // the process has ended, whoever else has its socket
       } else {
-        serve(tag);
+        serve(tag / 2, event.events);
       }
     }
+    resume_paused();
     serve_waiting();
+    settle();
+    look_around();
     if (idle_for_long()) {
       spdlog::info("idle: nobody is connected");
       return {};
@@ -300,7 +248,8 @@ Status Server::Impl::loop() {
 }
 
 Result<std::unique_ptr<Server>> Server::open(Options options) {
-  auto claim = SocketClaim::claim(options.socket);
+  options.access.owner = ::geteuid();
+  auto claim = SocketClaim::claim(options.socket, {options.access.socket_mode(), options.access.group});
   if (!claim) return claim.error();
   auto impl = std::make_unique<Impl>(std::move(options), std::move(*claim));
   if (Status ready = impl->prepare(); !ready) return ready.error();
@@ -311,12 +260,19 @@ Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Server::~Server() { impl_->http.reset(); }  // before what it serves
 Status Server::run() {
   Status ended = impl_->loop();
-  if (!impl_->clients.view().live.empty()) impl_->claim.leave_behind();
+  impl_->options.notice.stopping();
+  if (impl_->clients.clients() > 0) impl_->claim.leave_behind();
   return ended;
 }
 void Server::stop() noexcept {
+  impl_->stopping.store(true);
   const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(impl_->stop.get(), &one, sizeof one);
+  [[maybe_unused]] const ssize_t written = ::write(impl_->wake.get(), &one, sizeof one);
+}
+void Server::reload() noexcept {
+  impl_->reloading.store(true);
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(impl_->wake.get(), &one, sizeof one);
 }
 const std::string& Server::listen_address() const { return impl_->facts.listen; }
 ClientRegistry& Server::registry() { return impl_->clients; }

@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -23,7 +24,9 @@ Error cannot(const std::string& path, const char* what) {
 
 }  // namespace
 
-Result<SocketClaim> SocketClaim::claim(const std::string& path) {
+Result<SocketClaim> SocketClaim::claim(const std::string& path) { return claim(path, Access()); }
+
+Result<SocketClaim> SocketClaim::claim(const std::string& path, const Access& access) {
   const auto address = WireAddress::of(path);
   if (!address) return address.error();
   std::error_code ignored;  // a folder that can't be made shows when the lock is opened
@@ -47,9 +50,20 @@ Result<SocketClaim> SocketClaim::claim(const std::string& path) {
   claim.listening_ = OwnedFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!claim.listening_.valid()) return cannot(path, "make a socket");
   const auto* target = reinterpret_cast<const sockaddr*>(address->storage.data());
+  // The file begins with the mode of the descriptor: nobody slips in before it is widened.
+  if (::fchmod(claim.fd(), 0600) != 0) return cannot(path, "make a private socket");
   if (::bind(claim.fd(), target, address->size) != 0) return cannot(path, "bind");
+  if (Status opened = claim.open_to(access); !opened) return opened.error();
   if (::listen(claim.fd(), kBacklog) != 0) return cannot(path, "listen");
   return claim;
+}
+
+Status SocketClaim::open_to(const Access& access) const {
+  if (::chmod(path_.c_str(), 0600) != 0) return cannot(path_, "set its mode");
+  if (access.group && ::chown(path_.c_str(), static_cast<uid_t>(-1), *access.group) != 0)
+    return cannot(path_, "give it to the group of daemon.group");
+  if (::chmod(path_.c_str(), access.mode) != 0) return cannot(path_, "set its mode");
+  return {};
 }
 
 SocketClaim::~SocketClaim() {

@@ -4,6 +4,9 @@
 // has the lock may replace a socket that a killed predecessor has left.
 #pragma once
 
+#include <sys/types.h>
+
+#include <optional>
 #include <string>
 
 #include "runtime/owned_fd.hpp"
@@ -13,9 +16,16 @@ namespace terrace {
 
 class SocketClaim {
  public:
+  struct Access {
+    mode_t mode = 0600;
+    std::optional<gid_t> group;  // that the socket belongs to
+  };
   // Makes missing folders of the path. Errors: kIo (another daemon lives there, the path is something else
   // than a socket, no permission), kInvalidArgument (the path is too long). The text says what to do.
-  [[nodiscard]] static Result<SocketClaim> claim(const std::string& path);
+  [[nodiscard]] static Result<SocketClaim> claim(const std::string& path, const Access& access);
+  [[nodiscard]] static Result<SocketClaim> claim(const std::string& path);  // for the owner alone
+  // Errors: kIo; then the owner alone may connect.
+  [[nodiscard]] Status open_to(const Access& access) const;
   SocketClaim(SocketClaim&&) noexcept = default;
   SocketClaim& operator=(SocketClaim&&) = delete;
   ~SocketClaim();  // removes the socket unless it is left behind, lets go of the lock

@@ -10,7 +10,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMostListed = 48;  // processes in each list; kMaxWireText holds both in full
+constexpr std::size_t kMostListed = 64;  // processes in each list, and fewer where the text would be too long
 
 Json by_tier(const TierAmounts& amounts) {
   Json json = Json::object();
@@ -59,18 +59,22 @@ Json process(const ClientRegistry::Record& record) {
   Json json;
   json["id"] = record.client;
   json["pid"] = record.pid;
+  json["user"] = record.user;
   json["job"] = record.job;
   json["device"] = record.device;
   json["run"] = hex(record.run);
   json["leased"] = by_tier(record.leased);
+  json["waiting"] = by_tier(record.waiting);
+  json["deaf"] = record.deaf;
+  json["passthrough"] = record.course == Course::kPassthrough;
   add_summary(json, record.values);
   return json;
 }
 
-Json listed(const std::vector<ClientRegistry::Record>& records, std::uint64_t run) {
+Json listed(const std::vector<ClientRegistry::Record>& records, std::uint64_t run, std::size_t most) {
   Json list = Json::array();
   for (const auto& record : records) {
-    if (list.size() < kMostListed && (run == 0 || record.run == run)) list.push_back(process(record));
+    if (list.size() < most && (run == 0 || record.run == run)) list.push_back(process(record));
   }
   return list;
 }
@@ -106,16 +110,22 @@ std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& vi
   json["listen"] = facts.listen;
   json["budget"] = by_tier(view.budget);
   json["leased"] = by_tier(view.leased);
-  json["clients_total"] = view.live.size();
-  if (run != 0) json["run"] = run_summary(view, run);
-  json["clients"] = listed(view.live, run);
-  json["ended"] = listed(view.ended, run);
-  std::string text = json.dump();
-  if (text.size() > kMaxWireText) {  // a cut text would be no JSON
-    json["clients"] = json["ended"] = Json::array();
-    text = json.dump();
+  json["clients_total"] = view.clients;
+  json["accounts"] = Json::array();
+  for (const auto& account : view.accounts) {
+    if (account.budget == Bytes() && account.leased == Bytes()) continue;
+    json["accounts"].push_back({{"tier", name_of(account.tier)},
+                                {"place", account.place},
+                                {"budget", account.budget.count()},
+                                {"leased", account.leased.count()}});
   }
-  return text;
+  if (run != 0) json["run"] = run_summary(view, run);
+  for (std::size_t most = kMostListed;; most /= 2) {  // a cut text would be no JSON
+    json["clients"] = listed(view.live, run, most);
+    json["ended"] = listed(view.ended, run, std::min<std::size_t>(most, kMostListed / 2));
+    std::string text = json.dump();
+    if (text.size() <= kMaxWireText || most == 0) return text;
+  }
 }
 
 }  // namespace terrace

@@ -1,9 +1,11 @@
 // The daemon's answer to a status request, as JSON.
 //
 //   {"pid", "version", "socket", "listen", "budget": {tier: bytes}, "leased": {tier: bytes}, "clients_total",
-//    "clients": [PROCESS], "ended": [PROCESS],
-//    "run": {"processes", SUMMARY}}        where a run was asked for
-// PROCESS: {"id", "pid", "job", "device", "run" (hex), "leased": {tier: bytes}, SUMMARY}
+//    "accounts": [{"tier", "place" (device, NUMA node or ""), "budget", "leased"}], "clients": [PROCESS],
+//    "ended": [PROCESS], "run": {"processes", SUMMARY}}        where a run was asked for
+// PROCESS: {"id", "pid", "user", "job", "device", "run" (hex), "leased": {tier: bytes}, "waiting": {tier:
+// bytes},
+//           "deaf", "passthrough", SUMMARY}
 // SUMMARY: "hbm_peak_bytes", "ddr_peak_bytes", "transfer_bytes", "cache_hits", "cache_misses", "cache_late",
 //          "stall_seconds", "steps"; of a run: peaks of its largest process, sums of the rest
 #pragma once

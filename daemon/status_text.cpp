@@ -19,7 +19,9 @@ std::string process_line(const Json& process) {
          process.value("device", "") + "  leased hbm " + bytes(leased, "hbm") + ", ddr " +
          bytes(leased, "ddr") + "  peak hbm " + bytes(process, "hbm_peak_bytes") + ", ddr " +
          bytes(process, "ddr_peak_bytes") + "  steps " +
-         std::to_string(process.value("steps", std::uint64_t{0})) + "\n";
+         std::to_string(process.value("steps", std::uint64_t{0})) +
+         (process.value("deaf", false) ? "  does not answer" : "") +
+         (process.value("passthrough", false) ? "  switched off" : "") + "\n";
 }
 
 }  // namespace

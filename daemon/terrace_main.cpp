@@ -74,23 +74,58 @@ int check(const std::vector<std::string>& files) {
   return code;
 }
 
+int fail(const Error& error) {
+  std::fprintf(stderr, "terrace: %s\n", error.text.c_str());
+  return 1;
+}
+
+// How a command finds the daemon.
+struct DaemonPlace {
+  std::string socket, policy;
+  void add_to(CLI::App& app) {
+    app.add_option("--socket", socket, "Socket of the daemon");
+    app.add_option("--policy", policy, "Policy file that names the socket");
+  }
+  [[nodiscard]] Result<Observer> observer() const {
+    const auto read = policy_from(policy);
+    if (!read) return read.error();
+    const auto found = socket_for(socket, *read);
+    return found ? Observer::connect(*found) : Result<Observer>(found.error());
+  }
+};
+
+int reload(const DaemonPlace& place) {
+  auto observer = place.observer();
+  if (!observer) return fail(observer.error());
+  if (Status done = observer->reload(); !done) return fail(done.error()), kRefused;
+  return 0;
+}
+
+int steer(const DaemonPlace& place, int pid, Course course) {
+  auto observer = place.observer();
+  if (!observer) return fail(observer.error());
+  if (Status done = observer->steer(pid, course); !done) return fail(done.error());
+  return 0;
+}
+
 enum class StatusForm { kText, kJson };
 
-int status(const std::string& policy_file, const std::string& given_socket, StatusForm form) {
-  const auto fail = [](const Error& error) {
-    std::fprintf(stderr, "terrace: %s\n", error.text.c_str());
-    return 1;
-  };
-  const auto policy = policy_from(policy_file);
-  if (!policy) return fail(policy.error()), kRefused;
-  const auto socket = socket_for(given_socket, *policy);
-  if (!socket) return fail(socket.error());
-  auto observer = Observer::connect(*socket);
+int status(const DaemonPlace& place, StatusForm form) {
+  auto observer = place.observer();
   if (!observer) return fail(observer.error());
   const auto reply = observer->status(0);
   if (!reply) return fail(reply.error());
   std::fputs(form == StatusForm::kJson ? (*reply + "\n").c_str() : status_text(*reply).c_str(), stdout);
   return 0;
+}
+
+CLI::App* add_replay(CLI::App& app, ReplayOptions& replay) {
+  CLI::App* command = app.add_subcommand("replay", "Replay a recorded trace against an allocator");
+  command->add_option("trace", replay.trace, "File of `terrace run --record`, also with gzip")->required();
+  command->add_option("--allocator", replay.allocator, "terrace, baseline (none), or a plugin's FILE.so");
+  command->add_option("--device", replay.device, "auto, cuda or emulated");
+  command->add_option("--budget", replay.budget, "Bytes that the allocator may hold; else the device's");
+  return command;
 }
 
 }  // namespace
@@ -122,20 +157,26 @@ int main(int argc, char** argv) {
                             "model's config.json) with the "
                             "rule that decides each");
 
-  std::string status_socket, status_policy;
+  DaemonPlace place;
   bool json = false;
   CLI::App* status_app = app.add_subcommand("status", "Show the daemon's clients and leases");
-  status_app->add_option("--socket", status_socket, "Socket of the daemon");
-  status_app->add_option("--policy", status_policy, "Policy file that names the socket");
+  place.add_to(*status_app);
   status_app->add_flag("--json", json, "As one line of JSON");
+
+  CLI::App* reload_app = app.add_subcommand("reload", "Have the daemon read its policy anew");
+  place.add_to(*reload_app);
+
+  int pid = 0;
+  bool on = false;
+  CLI::App* off_app =
+      app.add_subcommand("off", "Switch Terrace off for a live process: its new work goes without");
+  off_app->add_option("pid", pid, "The process, as `terrace status` lists it")->required();
+  off_app->add_flag("--undo", on, "Switch it on again");
+  place.add_to(*off_app);
 
   ReplayOptions replay;
   bool replay_json = false;
-  CLI::App* replay_app = app.add_subcommand("replay", "Replay a recorded trace against an allocator");
-  replay_app->add_option("trace", replay.trace, "File of `terrace run --record`, also with gzip")->required();
-  replay_app->add_option("--allocator", replay.allocator, "terrace, baseline (none), or a plugin's FILE.so");
-  replay_app->add_option("--device", replay.device, "auto, cuda or emulated");
-  replay_app->add_option("--budget", replay.budget, "Bytes that the allocator may hold; else the device's");
+  CLI::App* replay_app = add_replay(app, replay);
   replay_app->add_flag("--json", replay_json, "As one line of JSON");
 
   CLI::App* document_app = app.add_subcommand("metrics-doc", "Print docs/METRICS.md");
@@ -148,7 +189,9 @@ int main(int argc, char** argv) {
     return kRefused;
   }
   if (*check_app) return check(files);
-  if (*status_app) return status(status_policy, status_socket, json ? StatusForm::kJson : StatusForm::kText);
+  if (*status_app) return status(place, json ? StatusForm::kJson : StatusForm::kText);
+  if (*reload_app) return reload(place);
+  if (*off_app) return steer(place, pid, on ? Course::kTiering : Course::kPassthrough);
   if (*replay_app) {
     replay.form = replay_json ? ReportForm::kJson : ReportForm::kText;
     return replay_command(replay);

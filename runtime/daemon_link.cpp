@@ -53,7 +53,7 @@ const char* environment(const char* name) {
 
 struct Question {
   LeaseRequest request;
-  std::optional<Result<Bytes>> answer;
+  std::optional<Result<LeaseGrant>> answer;
 };
 
 enum class Saying : std::uint8_t { kNoDaemon, kWentAway, kRefused, kCount };
@@ -76,11 +76,16 @@ struct DaemonLink::Impl {
   std::atomic<std::uint64_t> joins{0};
   std::array<std::atomic<std::uint64_t>, kTierCount> lease{};
   std::array<std::atomic<std::uint64_t>, kTierCount> budget{};
+  std::atomic<bool> passthrough{false};
 
   std::mutex mutex;
-  std::condition_variable answered;
+  std::condition_variable answered;                    // a question, or what was kept of one
   std::deque<std::shared_ptr<Question>> questions;     // under mutex
   std::array<std::uint64_t, kTierCount> to_release{};  // under mutex: given back here, not yet told
+  std::deque<ShrinkReply> replies;                     // under mutex: the same, as answers
+  std::array<std::uint64_t, kTierCount> wish{};        // under mutex: the lease that kept requests come to
+  std::array<bool, kTierCount> coming{};               // under mutex: others make room
+  bool wishes_due = false;                             // the daemon does not know them
   std::thread thread;
 
   ~Impl() { forget_socket(); }
@@ -112,6 +117,9 @@ struct DaemonLink::Impl {
     forget_socket();
     connection.close();
     connected.store(false, std::memory_order_release);
+    const std::lock_guard lock(mutex);
+    coming = {};
+    answered.notify_all();
   }
 
   void count(FaultPoint point) { metrics().add<Metric::kFaults>(point, 1); }
@@ -123,13 +131,34 @@ struct DaemonLink::Impl {
     hello.device = WireText<32>(options.device);
     hello.capacity = options.capacity.count();
     hello.run = options.run;
+    hello.numa_node = options.numa_node;
     const Holdings held = options.holdings ? options.holdings() : Holdings{};
     const std::lock_guard lock(mutex);
     for (std::size_t tier = 0; tier < kTierCount; ++tier) {
       hello.held[tier] = std::max(held[tier].count(), lease[tier].load(std::memory_order_relaxed));
       to_release[tier] = 0;  // the daemon learns the lease as it is now
+      coming[tier] = false;
     }
+    replies.clear();
     return hello;
+  }
+
+  // What the daemon says of itself. Anything else is of another version's making, and ignored.
+  void take_unasked(const Message& message) {
+    if (const auto* grant = std::get_if<LeaseGrant>(&message)) {
+      lease[grant->tier].fetch_add(grant->granted, std::memory_order_relaxed);
+      const std::lock_guard lock(mutex);
+      coming[grant->tier] = grant->coming != 0;
+      answered.notify_all();
+    } else if (const auto* shrink = std::get_if<ShrinkRequest>(&message)) {
+      const Ask ask{static_cast<TierId>(shrink->tier), shrink->ask, Bytes(shrink->target),
+                    milliseconds(shrink->patience_ms)};
+      if (options.on_shrink) return options.on_shrink(ask);
+      const std::lock_guard lock(mutex);
+      replies.push_back({shrink->tier, 0, shrink->ask, 0});
+    } else if (const auto* steer = std::get_if<Steer>(&message)) {
+      passthrough.store(steer->course == Course::kPassthrough, std::memory_order_relaxed);
+    }
   }
 
   // Sends and waits for the answer with the same sequence number. Errors: kTimeout, kCancelled (stopping),
@@ -152,6 +181,7 @@ struct DaemonLink::Impl {
       if (const auto* refusal = std::get_if<Refusal>(&reply->message))
         return Error{refusal->code, refusal->text};
       if (reply->sequence == mine) return std::move(reply->message);
+      if (reply->sequence == 0) take_unasked(reply->message);
     }
     return Error{Errc::kTimeout, "the daemon at " + options.socket + " does not answer"};
   }
@@ -175,8 +205,13 @@ struct DaemonLink::Impl {
     }
     for (std::size_t tier = 0; tier < kTierCount; ++tier) {
       budget[tier].store(welcome->budget[tier], std::memory_order_relaxed);
+      // What the process holds without ever having been granted it counts as granted from now on.
+      auto& leased = lease[tier];
+      leased.store(std::max(leased.load(std::memory_order_relaxed), welcome->leased[tier]),
+                   std::memory_order_relaxed);
     }
     pause = options.first_pause;
+    wishes_due = true;
     joins.fetch_add(1, std::memory_order_relaxed);
     connected.store(true, std::memory_order_release);
     return true;
@@ -205,7 +240,8 @@ struct DaemonLink::Impl {
     }
     if (count == 2 && waiting[1].revents != 0) {
       auto unasked = connection.receive(milliseconds(0));
-      if (!unasked && unasked.error().code != Errc::kTimeout) lost(unasked.error());
+      if (unasked) return take_unasked(unasked->message);
+      if (unasked.error().code != Errc::kTimeout) lost(unasked.error());
     }
   }
 
@@ -221,7 +257,35 @@ struct DaemonLink::Impl {
     }
   }
 
-  Result<Bytes> ask(const LeaseRequest& request) {
+  void tell_answers() {
+    while (connection.open()) {
+      ShrinkReply reply;
+      {
+        const std::lock_guard lock(mutex);
+        if (replies.empty()) return;
+        reply = replies.front();
+        replies.pop_front();
+      }
+      if (const auto done = exchange(reply); !done) lost(done.error());
+    }
+  }
+
+  // What was kept by an earlier daemon, or before the connection broke, is asked for again.
+  void renew_wishes() {
+    if (!std::exchange(wishes_due, false)) return;
+    for (std::size_t tier = 0; tier < kTierCount && connection.open(); ++tier) {
+      LeaseRequest request{static_cast<std::uint32_t>(tier), Unmet::kKeep, 0};
+      {
+        const std::lock_guard lock(mutex);
+        const std::uint64_t now = lease[tier].load(std::memory_order_relaxed);
+        if (wish[tier] <= now) continue;
+        request.wanted = wish[tier] - now;
+      }
+      (void)ask(request);
+    }
+  }
+
+  Result<LeaseGrant> ask(const LeaseRequest& request) {
     if (!connection.open()) return Error{Errc::kNotFound, "no daemon"};
     const auto reply = exchange(request);
     if (!reply) {
@@ -235,10 +299,12 @@ struct DaemonLink::Impl {
       return error;
     }
     lease[request.tier].fetch_add(grant->granted, std::memory_order_relaxed);
-    return Bytes(grant->granted);
+    const std::lock_guard lock(mutex);
+    coming[request.tier] = grant->coming != 0;
+    return *grant;
   }
 
-  Result<Bytes> ask_or_fail(const LeaseRequest& request) noexcept {
+  Result<LeaseGrant> ask_or_fail(const LeaseRequest& request) noexcept {
     try {
       return ask(request);
     } catch (...) {  // the one who waits is told in any case
@@ -256,7 +322,7 @@ struct DaemonLink::Impl {
         question = questions.front();
         questions.pop_front();
       }
-      Result<Bytes> answer = ask_or_fail(question->request);
+      Result<LeaseGrant> answer = ask_or_fail(question->request);
       const std::lock_guard lock(mutex);
       question->answer.emplace(std::move(answer));
       answered.notify_all();
@@ -272,8 +338,14 @@ struct DaemonLink::Impl {
       next_attempt = WallClock::now() + pause;
       return;
     }
+    renew_wishes();
     tell_releases();
+    tell_answers();
     answer_questions();
+    {
+      const std::lock_guard lock(mutex);
+      if (!replies.empty()) return;  // made while the daemon was asked
+    }
     wait(milliseconds(1000));
   }
 
@@ -295,6 +367,23 @@ struct DaemonLink::Impl {
     for (const auto& question : questions) question->answer.emplace(Error{Errc::kCancelled, {}});
     questions.clear();
     answered.notify_all();
+  }
+
+  // From any thread: the question, and the answer to it. Errors: as DaemonLink::request().
+  Result<Bytes> put(const LeaseRequest& request, bool joined) {
+    if (!joined) return Error{Errc::kNotFound, "no daemon at " + options.socket};
+    const auto began = WallClock::now();
+    auto question = std::make_shared<Question>();
+    question->request = request;
+    std::unique_lock lock(mutex);
+    if (questions.size() >= kMaxWaiting) return Error{Errc::kIo, "too many lease requests at once"};
+    questions.push_back(question);
+    wake_thread();
+    // Every question is answered: the thread's own waits are bounded.
+    answered.wait(lock, [&] { return question->answer.has_value(); });
+    metrics().add<Metric::kStallSeconds>(StallReason::kDaemon, WallClock::now() - began);
+    if (!*question->answer) return question->answer->error();
+    return Bytes((*question->answer)->granted);
   }
 
   [[nodiscard]] bool in_owner() const { return forks.load(std::memory_order_relaxed) == owner; }
@@ -353,22 +442,53 @@ Bytes DaemonLink::node_budget(TierId tier) const noexcept {
 
 Result<Bytes> DaemonLink::request(TierId tier, Bytes bytes) noexcept {
   try {
-    if (!connected()) return Error{Errc::kNotFound, "no daemon at " + impl_->options.socket};
-    const auto began = WallClock::now();
-    auto question = std::make_shared<Question>();
-    question->request = {static_cast<std::uint32_t>(tier), 0, bytes.count()};
-    std::unique_lock lock(impl_->mutex);
-    if (impl_->questions.size() >= kMaxWaiting) return Error{Errc::kIo, "too many lease requests at once"};
-    impl_->questions.push_back(question);
-    impl_->wake_thread();
-    // Every question is answered: the thread's own waits are bounded.
-    impl_->answered.wait(lock, [&] { return question->answer.has_value(); });
-    metrics().add<Metric::kStallSeconds>(StallReason::kDaemon, WallClock::now() - began);
-    return std::move(*question->answer);
+    return impl_->put({static_cast<std::uint32_t>(tier), Unmet::kForget, bytes.count()}, connected());
   } catch (...) {
     return Error{Errc::kOutOfMemory, {}};
   }
 }
+
+Result<Bytes> DaemonLink::request_and_keep(TierId tier, Bytes bytes, milliseconds patience) noexcept {
+  try {
+    Impl& self = *impl_;
+    const std::size_t index = index_of(tier);
+    const std::uint64_t before = self.lease[index].load(std::memory_order_relaxed);
+    const auto granted =
+        self.put({static_cast<std::uint32_t>(tier), Unmet::kKeep, bytes.count()}, connected());
+    if (!granted) return granted;
+    const auto began = WallClock::now();
+    const auto so_far = [&] {
+      const std::uint64_t now = self.lease[index].load(std::memory_order_relaxed);
+      return now > before ? now - before : 0;
+    };
+    std::unique_lock lock(self.mutex);
+    self.wish[index] = before + bytes.count();
+    self.answered.wait_until(lock, began + patience, [&] {
+      return !self.coming[index] || so_far() >= bytes.count() || !connected();
+    });
+    metrics().add<Metric::kStallSeconds>(StallReason::kDaemon, WallClock::now() - began);
+    return Bytes(so_far());
+  } catch (...) {
+    return Error{Errc::kOutOfMemory, {}};
+  }
+}
+
+void DaemonLink::answer(const Ask& ask, Bytes released) noexcept {
+  if (!impl_->in_owner()) return;
+  try {
+    const std::lock_guard lock(impl_->mutex);
+    auto& lease = impl_->lease[index_of(ask.tier)];
+    const std::uint64_t given_back = std::min(released.count(), lease.load(std::memory_order_relaxed));
+    // First: where there is no memory for it, nothing was given back.
+    impl_->replies.push_back({static_cast<std::uint32_t>(ask.tier), 0, ask.number, given_back});
+    lease.fetch_sub(given_back, std::memory_order_relaxed);
+    impl_->wake_thread();
+  } catch (...) {
+    return;
+  }
+}
+
+bool DaemonLink::passthrough() const noexcept { return impl_->passthrough.load(std::memory_order_relaxed); }
 
 void DaemonLink::release(TierId tier, Bytes bytes) noexcept {
   if (!impl_->in_owner()) return;
@@ -377,6 +497,8 @@ void DaemonLink::release(TierId tier, Bytes bytes) noexcept {
   const std::uint64_t given_back = std::min(bytes.count(), lease.load(std::memory_order_relaxed));
   lease.fetch_sub(given_back, std::memory_order_relaxed);
   impl_->to_release[index_of(tier)] += given_back;
+  auto& wish = impl_->wish[index_of(tier)];
+  wish -= std::min(wish, given_back);
   impl_->wake_thread();
 }
 

@@ -57,6 +57,15 @@ Status check(const T& body) {
   if constexpr (requires { body.tier; }) {
     if (body.tier >= static_cast<std::uint32_t>(kTierCount)) return protocol_error("unknown tier");
   }
+  if constexpr (requires { body.unmet; }) {
+    if (body.unmet > Unmet::kKeep) return protocol_error("unknown wish for what is not granted");
+  }
+  if constexpr (requires { body.coming; }) {
+    if (body.coming > 1) return protocol_error("coming is 0 or 1");
+  }
+  if constexpr (requires { body.course; }) {
+    if (body.course > Course::kPassthrough) return protocol_error("unknown course");
+  }
   return {};
 }
 

@@ -3,7 +3,11 @@
 // A client says Hello with its metrics page, is told Welcome, and then asks for and gives back leases; every
 // request has one answer that carries its sequence number. A message of another version, length or type, or
 // with a value out of range, is answered with Refusal where possible, and the connection is closed.
-// An observer (terrace status, terrace run) says Hello without a page and only asks for the status.
+// An observer (the terrace command) says Hello without a page; it asks for the status, for a reload of the
+// policy, or that a process go its way without Terrace.
+//
+// Three messages come from the daemon unasked, with sequence 0: a LeaseGrant for a request that waited, a
+// ShrinkRequest, which the client answers with ShrinkReply when it has done what it can, and a Steer.
 #pragma once
 
 #include <array>
@@ -22,7 +26,7 @@
 
 namespace terrace {
 
-inline constexpr std::uint16_t kWireVersion = 1;
+inline constexpr std::uint16_t kWireVersion = 2;
 inline constexpr std::size_t kMaxWireText = 48 << 10;  // longest text of a StatusReply or Refusal
 
 using TierBytes = std::array<std::uint64_t, kTierCount>;  // by TierId
@@ -45,10 +49,12 @@ struct Hello {
   std::int32_t pid = 0;
   Role role = Role::kClient;
   WireText<64> job;
-  WireText<32> device;         // which HBM the client uses: a PCI address, "emulated:0"
-  std::uint64_t capacity = 0;  // of that device, bytes; 0: not known
-  std::uint64_t run = 0;       // the `terrace run` it belongs to; 0: none
-  TierBytes held{};            // what it was leased before and still holds
+  WireText<32> device;          // which HBM the client uses: a PCI address, "emulated:0"
+  std::uint64_t capacity = 0;   // of that device, bytes; 0: not known
+  std::uint64_t run = 0;        // the `terrace run` it belongs to; 0: none
+  TierBytes held{};             // what it was leased before and still holds
+  std::int32_t numa_node = -1;  // whose memory it pins; -1: not one alone, or not known
+  std::uint32_t reserved = 0;
 };
 struct Welcome {
   std::uint64_t client = 0;
@@ -57,9 +63,14 @@ struct Welcome {
   TierBytes budget{};  // of the node; HBM: of the client's device
   TierBytes leased{};  // to this client
 };
+// What becomes of the part of a request that can't be granted at once.
+enum class Unmet : std::uint32_t {
+  kForget = 0,
+  kKeep = 1,  // it waits, others are asked to make room, and grants follow; the next request replaces it
+};
 struct LeaseRequest {
   std::uint32_t tier = 0;
-  std::uint32_t reserved = 0;
+  Unmet unmet = Unmet::kForget;
   std::uint64_t wanted = 0;  // bytes on top of what is leased
 };
 struct Release {
@@ -67,11 +78,28 @@ struct Release {
   std::uint32_t reserved = 0;
   std::uint64_t bytes = 0;
 };
-struct LeaseGrant {  // answers LeaseRequest and Release
+struct LeaseGrant {  // answers LeaseRequest, Release and ShrinkReply; unasked: a kept request's next part
+  std::uint32_t tier = 0;
+  std::uint32_t coming = 0;   // 1: others have been asked to make room, and what comes of it will be told
+  std::uint64_t granted = 0;  // by this message, may be less than wanted
+  std::uint64_t leased = 0;   // in all
+};
+struct ShrinkRequest {
+  std::uint32_t tier = 0;
+  std::uint32_t patience_ms = 0;  // a client that has not answered by then is called deaf
+  std::uint64_t ask = 0;          // which request this is
+  std::uint64_t target = 0;       // what the lease shall come down to
+};
+struct ShrinkReply {
   std::uint32_t tier = 0;
   std::uint32_t reserved = 0;
-  std::uint64_t granted = 0;  // by this request, may be less than wanted
-  std::uint64_t leased = 0;   // in all
+  std::uint64_t ask = 0;
+  std::uint64_t released = 0;  // given back with this message; less than asked: the client needs the rest
+};
+enum class Course : std::uint32_t { kTiering = 0, kPassthrough = 1 };
+struct Steer {  // to one client: how it treats new work
+  Course course = Course::kTiering;
+  std::uint32_t reserved = 0;
 };
 struct StatusRequest {
   std::uint64_t run = 0;  // ended processes of this run are reported too; 0: of every run
@@ -79,13 +107,23 @@ struct StatusRequest {
 struct StatusReply {
   std::string json;
 };
+struct ReloadRequest {  // read the policy anew; answered with Done, or refused whole
+  std::uint64_t reserved = 0;
+};
+struct SteerRequest {  // the clients that a process is; answered with Done
+  std::int32_t pid = 0;
+  Course course = Course::kPassthrough;
+};
+struct Done {
+  std::uint64_t clients = 0;  // how many it concerned
+};
 struct Refusal {
   Errc code = Errc::kProtocol;
   std::string text;
 };
 
-using Message =
-    std::variant<Hello, Welcome, LeaseRequest, Release, LeaseGrant, StatusRequest, StatusReply, Refusal>;
+using Message = std::variant<Hello, Welcome, LeaseRequest, Release, LeaseGrant, StatusRequest, StatusReply,
+                             Refusal, ShrinkRequest, ShrinkReply, Steer, SteerRequest, ReloadRequest, Done>;
 
 struct Envelope {
   std::uint32_t sequence = 0;

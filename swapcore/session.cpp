@@ -68,7 +68,7 @@ Result<std::unique_ptr<Session>> Session::open(Device& device, Options options) 
   if (!budgets) return std::move(budgets).error();
   const bool join = options.join_daemon;
   auto impl = std::make_unique<Impl>(device, std::move(options));
-  impl->budgets = *budgets;
+  impl->budgets = impl->policy_budgets = *budgets;
   std::unique_ptr<Session> session(new Session(std::move(impl)));
   if (join) {
     if (auto joined = session->impl_->join_daemon(); !joined) return joined.error();
@@ -138,9 +138,7 @@ bool Session::Impl::evict_an_output() {
 
 // One thing that frees HBM: a spill already on its way, else a cached output, else what was restored ahead of
 // its use, else, where the policy says so, the saved activation used last. False: nothing is left to give.
-bool Session::Impl::make_room(const Error& refusal) {
-  if (refusal.code != Errc::kOutOfBudget) return false;
-  missed_room += refusal.bytes;
+bool Session::Impl::free_something() {
   store->poll();
   // A spill that failed has freed nothing: whatever else can, does.
   const auto gave_way = [this] {
@@ -151,6 +149,12 @@ bool Session::Impl::make_room(const Error& refusal) {
   if (policy.checkpoint.contingency != Contingency::kOffload) return false;
   auto victim = store->farthest_in_hbm(EntryKey::What::kSaved);
   return victim && store->spill(*victim).ok() && gave_way();
+}
+
+bool Session::Impl::make_room(const Error& refusal) {
+  if (refusal.code != Errc::kOutOfBudget) return false;
+  missed_room += refusal.bytes;
+  return free_something() || grow(refusal.bytes);
 }
 
 Error Session::Impl::explain(const Error& refusal) const {

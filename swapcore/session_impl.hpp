@@ -6,6 +6,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,6 +37,12 @@ struct Session::Impl {
   std::unique_ptr<SharedPage> page;  // the metrics that the daemon reads
   std::unique_ptr<DaemonLink> link;
   std::atomic<std::uint64_t> hbm_claim{0}, ddr_claim{0};  // what a successor of the daemon is told, in bytes
+  Budgets policy_budgets;                                 // the most that `budgets` grow to
+  Budgets planned_for;                                    // what the plan counts on
+  std::mutex asks_mutex;
+  std::map<TierId, DaemonLink::Ask> asks;  // under asks_mutex: of the daemon, to hold less
+  std::atomic<bool> asked{false};          // there may be some
+  bool switched_off = false;               // the step goes without Swap Core: terrace off
   std::unique_ptr<HbmPool> hbm;
   std::unique_ptr<DdrPool> ddr;
   StepSpans spans;
@@ -55,8 +62,10 @@ struct Session::Impl {
   std::future<Plan> next_plan;                   // being made beside the steps, of `measured`; else not valid
   Bytes saved_peak;                              // most HBM that saved activations held in the measured step
   Bytes fragments;                               // of the HBM budget, what no plan counts on
-  Bytes missed_room;                             // what the trainer asked for in vain since the plan was made
-  Bytes hbm_peak, ddr_peak;                      // most that was held before the last reset_peaks()
+  Bytes hbm_needed;  // without any cached output, as far as is known; zero: not yet
+  Bytes ddr_needed;
+  Bytes missed_room;         // what the trainer asked for in vain since the plan was made
+  Bytes hbm_peak, ddr_peak;  // most that was held before the last reset_peaks()
   std::uint64_t step = 0;
   bool running = false;  // between begin_step and end_step
   StepSchedule schedule;
@@ -91,18 +100,26 @@ struct Session::Impl {
   // session_lease.cpp
   Status join_daemon();
   void leave_daemon();
+  void follow_daemon();
+  void give_way();
+  [[nodiscard]] Bytes shrink_hbm(Bytes wanted);  // what the process goes on holding
+  [[nodiscard]] Bytes shrink_ddr(Bytes wanted);
+  [[nodiscard]] bool grow(Bytes missing);
+  void set_hbm_budget(Bytes budget);
+  void set_ddr_budget(Bytes budget);
 
   // session.cpp
   Status open_pools();
   [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Result<bool> wait_for_a_spill();
   [[nodiscard]] bool evict_an_output();
+  [[nodiscard]] bool free_something();
   [[nodiscard]] bool make_room(const Error& refusal);
   [[nodiscard]] Error explain(const Error& refusal) const;
   void publish_usage() const;
 
   // session_step.cpp
-  [[nodiscard]] bool caching() const { return policy.swapcore.mode != SwapMode::kOff; }
+  [[nodiscard]] bool caching() const { return policy.swapcore.mode != SwapMode::kOff && !switched_off; }
   [[nodiscard]] Placement placement(SiteId site) const;
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
   void enter(StepProfile::Phase phase, int layer, std::uint32_t micro_batch);
@@ -132,6 +149,7 @@ struct Session::Impl {
   [[nodiscard]] double measure_two_ways(const Block& near, const Block& far, Event ready) const;
   void measure();
   void prepare_plan();
+  void limit_outputs();
   void make_plan();
   void make_next_plan();
   void take_next_plan();

@@ -22,6 +22,14 @@ constexpr Bytes kProbeSize = 16_MiB;
 constexpr const char* kProbe = "link probe";
 constexpr std::uint64_t kMostMeasureGap = 4096;  // steps
 
+// Most HBM in use at any place of a step while nothing is cached.
+Bytes peak_of(const Snapshot& snapshot) {
+  Bytes peak = std::max({snapshot.other_peak, snapshot.head.forward_peak, snapshot.head.backward_peak});
+  for (const Position& layer : snapshot.layers)
+    peak = std::max({peak, layer.forward_peak, layer.backward_peak});
+  return peak;
+}
+
 double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / seconds; }
 
 }  // namespace
@@ -93,11 +101,7 @@ void Session::Impl::measure() {
   const PoolUsage usage = hbm->usage();
   fragments = 0_B;
   leave_to_fragments(saturating_sub(usage.mapped_peak, usage.live_peak));
-  snapshot.hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
-  const PoolUsage in_ddr = ddr->usage();
-  const Bytes at_home = in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kOptimizer)] +
-                        in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kExpert)];
-  snapshot.ddr_cache_limit = std::min(budgets.swapcore_ddr, saturating_sub(budgets.ddr, at_home));
+  hbm_needed = peak_of(snapshot) + saturating_sub(usage.mapped_peak, usage.live_peak);
   snapshot.h2d_bytes_per_second = h2d_rate;
   snapshot.d2h_bytes_per_second = d2h_rate;
   snapshot.both_bytes_per_second = two_way_rate;
@@ -106,7 +110,17 @@ void Session::Impl::measure() {
     snapshot.sites[i].delay = measured->sites[i].delay;
   }
   measured = std::move(snapshot);
+  limit_outputs();
   make_plan();
+}
+
+// What the budgets of now leave to cached outputs.
+void Session::Impl::limit_outputs() {
+  measured->hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
+  const PoolUsage in_ddr = ddr->usage();
+  const Bytes at_home = in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kOptimizer)] +
+                        in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kExpert)];
+  measured->ddr_cache_limit = std::min(budgets.swapcore_ddr, saturating_sub(budgets.ddr, at_home));
 }
 
 void Session::Impl::leave_to_fragments(Bytes bytes) {

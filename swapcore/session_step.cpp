@@ -34,6 +34,7 @@ Placement Session::Impl::placement(SiteId site) const {
 void Session::begin_step() {
   Impl& self = *impl_;
   cancel_step();
+  self.follow_daemon();
   self.step_started = seconds_of(steady_clock().now());
   // What was saved outside of a step is nobody's any more.
   self.store->drop_all(EntryKey::What::kSaved);
@@ -66,6 +67,7 @@ StepSchedule::Pass pass_of(StepProfile::Phase phase) {
 
 void Session::Impl::enter(StepProfile::Phase phase, int layer, std::uint32_t micro_batch) {
   store->poll();
+  if (asked.load(std::memory_order_relaxed)) give_way();
   if (spans.watched()) spans.position(name_of_position(phase, layer, micro_batch), levels());
   if (profile) profile->enter(phase, layer, hbm->take_watermark());
   if (!running || !caching()) return;
@@ -82,6 +84,9 @@ void Session::enter_head(std::uint32_t micro_batch) {
   impl_->enter(StepProfile::Phase::kHead, 0, micro_batch);
   impl_->step_events.ddr_peak =
       std::max(impl_->step_events.ddr_peak, impl_->store->ddr_bytes(EntryKey::What::kOutput));
+  impl_->ddr_needed =
+      std::max(impl_->ddr_needed,
+               saturating_sub(impl_->ddr->usage().live, impl_->store->ddr_bytes(EntryKey::What::kOutput)));
   const std::size_t layers = impl_->layer_sites.size();
   impl_->depart_planned(layers, micro_batch);
   impl_->restore_layer(static_cast<int>(layers) - 1, micro_batch);
@@ -338,6 +343,7 @@ void Session::end_step() {
   self.store->drop_all(EntryKey::What::kOutput);
   self.store->drop_all(EntryKey::What::kSaved);
   self.end_timing();
+  if (!self.caching()) self.hbm_needed = std::max(self.hbm_needed, self.hbm->take_watermark());
   if (self.profile && self.schedule.complete()) {
     self.measure();
     if (self.plan) self.schedule.learn();

@@ -27,6 +27,13 @@ constexpr KnownKey kKnownKeys[] = {
     {"optimizer", "tier", "\"hbm\""},
     {"metrics", "listen", "\"127.0.0.1:9464\""},
     {"daemon", "socket", "\"/run/terrace/terraced.sock\""},
+    {"daemon", "group", "\"\""},
+    {"daemon", "readers", "\"\""},
+    {"daemon.job", "match", ""},
+    {"daemon.job", "user", "\"\""},
+    {"daemon.job", "priority", "1"},
+    {"daemon.job", "hbm_guarantee", "\"0\""},
+    {"daemon.job", "ddr_guarantee", "\"0\""},
 };
 
 }  // namespace

@@ -59,6 +59,15 @@ struct Rule {
   std::optional<FilePosition> position = std::nullopt;  // of `match`; none: made in a program
 };
 
+// [[daemon.job]]: what terraced grants the processes of a job.
+struct JobRule {
+  std::string match;  // glob over job names
+  std::string user;   // only of this user's processes; empty: of anybody's
+  int priority = 1;   // a job of priority 4 is due four times what one of priority 1 is
+  Amount hbm_guarantee = Amount::of(Bytes());  // on each device
+  Amount ddr_guarantee = Amount::of(Bytes());  // on each NUMA node
+};
+
 struct Policy {
   std::string source;  // what errors name the file by; empty: made in a program
   struct Hbm {
@@ -94,6 +103,9 @@ struct Policy {
   } metrics;
   struct Daemon {
     std::string socket = "/run/terrace/terraced.sock";
+    std::string group;          // whose members may register; empty: the daemon's own user and root
+    std::string readers;        // whose members may ask for totals; "*": everybody
+    std::vector<JobRule> jobs;  // the first that matches decides
   } daemon;
 };
 

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "swapcore/policy/contradictions.hpp"
+#include "swapcore/policy/job_parser.hpp"
 #include "swapcore/policy/known_keys.hpp"
 #include "swapcore/policy/rule_parser.hpp"
 #include "swapcore/policy/section_reader.hpp"
@@ -113,8 +114,10 @@ class PolicyParser {
       return;
     }
     static constexpr std::string_view kRule[] = {"rule"};
-    const auto subsections =
-        name == "swapcore" ? std::span<const std::string_view>(kRule) : std::span<const std::string_view>();
+    static constexpr std::string_view kJob[] = {"job"};
+    std::span<const std::string_view> subsections;
+    if (name == "swapcore") subsections = kRule;
+    if (name == "daemon") subsections = kJob;
     read(SectionReader(*table, name, problems_, subsections));
   }
 
@@ -231,6 +234,20 @@ class PolicyParser {
         reader.problem(*socket.position, "socket", in_quotes(socket.value) + " " + *fault);
     }
     policy_.daemon.socket = socket.value;
+    policy_.daemon.group = read_account(reader, "group");
+    policy_.daemon.readers = read_account(reader, "readers");
+    if (const toml::node* jobs = reader.node("job")) policy_.daemon.jobs = parse_jobs(*jobs, problems_);
+  }
+
+  // A group's name; "*" stands for everybody where readers are named.
+  static std::string read_account(const SectionReader& reader, std::string_view key) {
+    const auto name = reader.text(key, "");
+    const bool everybody = key == "readers" && name.value == "*";
+    if (name.position && !everybody) {
+      if (const auto fault = account_fault(name.value))
+        reader.problem(*name.position, key, in_quotes(name.value) + " " + *fault);
+    }
+    return name.value;
   }
 
   template <typename T>

@@ -27,23 +27,6 @@ bool is_name_character(char c) {
          c == '.' || c == '/' || c == ':';
 }
 
-// What is wrong with a glob, or nothing.
-std::optional<std::string> glob_fault(std::string_view glob) {
-  if (glob.empty()) return "is empty; use \"*\" for every site";
-  if (glob.size() > kGlobMost)
-    return "is longer than " + std::to_string(kGlobMost) + " characters; shorten it";
-  if (glob.find("**") != std::string_view::npos) return "has two stars in a row; one * crosses dots already";
-  if (glob.front() == '.' || glob.back() == '.' || glob.find("..") != std::string_view::npos)
-    return "has an empty part; put names or * between the dots";
-  for (const char c : glob) {
-    if (c == '*' || is_name_character(c)) continue;
-    const std::string what =
-        static_cast<unsigned char>(c) < 0x80 ? in_quotes({&c, 1}) : "characters beyond ASCII";
-    return "can't hold " + what + "; a pattern is letters, digits, _ - . / : and *";
-  }
-  return std::nullopt;
-}
-
 struct Steps {
   std::uint64_t first = 0, last = UINT64_MAX;
 };
@@ -109,6 +92,22 @@ PlacedRule parse_rule(const toml::table& table, Problems& problems) {
 }
 
 }  // namespace
+
+std::optional<std::string> glob_fault(std::string_view glob) {
+  if (glob.empty()) return "is empty; use \"*\" for all";
+  if (glob.size() > kGlobMost)
+    return "is longer than " + std::to_string(kGlobMost) + " characters; shorten it";
+  if (glob.find("**") != std::string_view::npos) return "has two stars in a row; one * crosses dots already";
+  if (glob.front() == '.' || glob.back() == '.' || glob.find("..") != std::string_view::npos)
+    return "has an empty part; put names or * between the dots";
+  for (const char c : glob) {
+    if (c == '*' || is_name_character(c)) continue;
+    const std::string what =
+        static_cast<unsigned char>(c) < 0x80 ? in_quotes({&c, 1}) : "characters beyond ASCII";
+    return "can't hold " + what + "; a pattern is letters, digits, _ - . / : and *";
+  }
+  return std::nullopt;
+}
 
 std::vector<PlacedRule> parse_rules(const toml::node& node, Problems& problems) {
   constexpr std::string_view kForm = "write each rule under a [[swapcore.rule]] line of its own";

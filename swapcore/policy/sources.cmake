@@ -3,6 +3,7 @@
 list(APPEND TERRACE_SWAPCORE_SOURCES
   policy/amount.cpp
   policy/contradictions.cpp
+  policy/job_parser.cpp
   policy/known_keys.cpp
   policy/load_policy.cpp
   policy/policy_parser.cpp

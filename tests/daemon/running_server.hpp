@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -19,6 +20,9 @@ class RunningServer {
     Bytes hbm;
     Bytes ddr;
     std::string listen = {};  // empty: no HTTP
+    LeaseAccount::Manners manners = {};
+    std::function<Result<Server::Live>()> reread = {};
+    AccessRules access = {};
   };
   RunningServer(const std::string& socket, const Limits& limits) {
     Server::Options options;
@@ -26,6 +30,9 @@ class RunningServer {
     options.listen = limits.listen;
     options.registry.hbm_per_device = limits.hbm;
     options.registry.node_budgets[static_cast<std::size_t>(TierId::kDdr)] = limits.ddr;
+    options.registry.manners = limits.manners;
+    options.reread = limits.reread;
+    options.access = limits.access;
     auto opened = Server::open(options);
     EXPECT_TRUE(opened.ok()) << (opened ? "" : opened.error().text);
     if (!opened) return;
@@ -54,7 +61,8 @@ class RunningServer {
 // A client as a training process is one, but for the training.
 class TestClient {
  public:
-  explicit TestClient(const std::string& socket, const std::string& job = "job") {
+  using OnShrink = std::function<void(DaemonLink& link, const DaemonLink::Ask& ask)>;
+  explicit TestClient(const std::string& socket, const std::string& job = "job", OnShrink on_shrink = {}) {
     auto page = SharedPage::create(job);
     EXPECT_TRUE(page.ok());
     page_ = std::move(*page);
@@ -65,6 +73,9 @@ class TestClient {
     options.page_fd = page_->fd();
     options.patience = std::chrono::seconds(30);
     options.say = [](std::string_view) {};
+    if (on_shrink) {
+      options.on_shrink = [this, on_shrink](const DaemonLink::Ask& ask) { on_shrink(*link_, ask); };
+    }
     auto link = DaemonLink::start(options);
     EXPECT_TRUE(link.ok());
     link_ = std::move(*link);

@@ -179,7 +179,7 @@ std::string refusal_of(WireConnection& connection) {
 TEST_F(ServerTest, RefusesWhatIsOutOfOrder) {
   RunningServer server(socket_, kWithHttp);
   auto early = connected_to(socket_);
-  ASSERT_TRUE(early.send(LeaseRequest{0, 0, 1}, 1).ok());
+  ASSERT_TRUE(early.send(LeaseRequest{0, Unmet::kForget, 1}, 1).ok());
   EXPECT_EQ(refusal_of(early), "Hello comes first");
   auto pageless = connected_to(socket_);
   ASSERT_TRUE(pageless.send(Hello{}, 1).ok());

@@ -36,11 +36,24 @@ Hello some_hello() {
 }
 
 std::vector<Message> one_of_each() {
-  return {some_hello(), Welcome{},       LeaseRequest{},    Release{},
-          LeaseGrant{}, StatusRequest{}, StatusReply{"{}"}, Refusal{Errc::kProtocol, "why"}};
+  return {some_hello(),
+          Welcome{},
+          LeaseRequest{},
+          Release{},
+          LeaseGrant{},
+          StatusRequest{},
+          StatusReply{"{}"},
+          Refusal{Errc::kProtocol, "why"},
+          ShrinkRequest{1, 2, 3, 4},
+          ShrinkReply{1, 0, 3, 4},
+          Steer{Course::kPassthrough},
+          SteerRequest{17, Course::kTiering},
+          ReloadRequest{},
+          Done{3}};
 }
 
 TEST(Wire, EveryMessageComesBackAsItWas) {
+  ASSERT_EQ(one_of_each().size(), std::variant_size_v<Message>);
   for (const Message& message : one_of_each()) {
     const auto packet = encode(message, 77);
     const auto back = decode(packet);
@@ -73,7 +86,12 @@ TEST(Wire, EveryCutAndEveryLongerPacketIsRefused) {
 }
 
 TEST(Wire, ValuesOutOfRangeAreRefused) {
-  EXPECT_FALSE(decode(encode(LeaseRequest{kTierCount, 0, 1}, 1)).ok());
+  EXPECT_FALSE(decode(encode(LeaseRequest{kTierCount, Unmet::kForget, 1}, 1)).ok());
+  EXPECT_FALSE(decode(encode(LeaseRequest{0, static_cast<Unmet>(2), 1}, 1)).ok());
+  EXPECT_FALSE(decode(encode(LeaseGrant{0, 2, 0, 0}, 1)).ok());
+  EXPECT_FALSE(decode(encode(ShrinkReply{99, 0, 1, 1}, 1)).ok());
+  EXPECT_FALSE(decode(encode(Steer{static_cast<Course>(2)}, 1)).ok());
+  EXPECT_FALSE(decode(encode(SteerRequest{1, static_cast<Course>(9)}, 1)).ok());
   EXPECT_FALSE(decode(encode(Release{99, 0, 1}, 1)).ok());
   Hello hello = some_hello();
   hello.role = static_cast<Role>(7);
