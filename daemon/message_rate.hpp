@@ -12,15 +12,13 @@ class MessageRate {
  public:
   using Time = std::chrono::milliseconds;  // since whenever, never back
   static constexpr std::int64_t kBurst = 256;
-  static constexpr std::int64_t kPerSecond = 64;
+  static constexpr Time kEach{16};  // some sixty a second: a lease is a matter of steps, not of allocations
 
   // Takes one message; false: not before opens_at().
   [[nodiscard]] bool take(Time now) {
-    const std::int64_t filled = (now - filled_at_).count() * kPerSecond / 1000;
-    if (filled > 0) {
-      left_ = std::min(kBurst, left_ + filled);
-      filled_at_ = left_ == kBurst ? now : filled_at_ + Time(filled * 1000 / kPerSecond);
-    }
+    const std::int64_t filled = (now - filled_at_) / kEach;
+    left_ = std::min(kBurst, left_ + filled);
+    filled_at_ += filled * kEach;
     if (left_ == 0) return false;
     --left_;
     return true;
@@ -29,7 +27,7 @@ class MessageRate {
   [[nodiscard]] Time opens_at() const { return filled_at_ + kNap; }
 
  private:
-  static constexpr Time kNap{125};
+  static constexpr Time kNap = 8 * kEach;
   std::int64_t left_ = kBurst;
   Time filled_at_{0};
 };

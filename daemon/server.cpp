@@ -102,16 +102,9 @@ void Server::Impl::accept_one(OwnedFd socket) {
   connection.wire = WireConnection(std::move(socket));
   connection.opened_at = server_time();
   const uid_t user = connection.peer.uid;
-  const char* why = nullptr;
-  if (connection.right == Right::kNone)
-    why = "this user may not use the daemon; daemon.group and daemon.readers of its policy name who may";
-  if (connection.right != Right::kOwn && by_user[user] >= kMaxConnectionsOfUser)
-    why = "this user has its limit of connections";
-  if (why != nullptr) {
+  if (connection.right != Right::kOwn && by_user[user] >= kMaxConnectionsOfUser) {
     refused->Increment();
-    (void)connection.wire.send(Refusal{Errc::kInvalidArgument, why}, 0);
-    if (by_user[user] == 0) by_user.erase(user);
-    return;
+    return;  // hung up at once
   }
   const std::uint64_t tag = next_tag++;
   if (!watch(connection.wire.fd(), 2 * tag)) return;

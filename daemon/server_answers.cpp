@@ -38,6 +38,11 @@ void Server::Impl::reply(std::uint64_t tag, const Message& message, std::uint32_
 void Server::Impl::answer(std::uint64_t tag, Envelope& envelope) {
   const Connection& connection = connections.at(tag);
   const auto bad = [&](const char* why) { refuse(tag, Error{Errc::kProtocol, why}, envelope.sequence); };
+  if (connection.right == Right::kNone) {
+    const char* why =
+        "this user may not use the daemon; daemon.group and daemon.readers of its policy name who may";
+    return refuse(tag, Error{Errc::kInvalidArgument, why}, envelope.sequence);
+  }
   if (const auto* hello = std::get_if<Hello>(&envelope.message)) {
     return connection.greeted ? bad("a second Hello") : greet(tag, envelope, *hello);
   }

@@ -62,6 +62,10 @@ struct Session::Impl {
   std::future<Plan> next_plan;                   // being made beside the steps, of `measured`; else not valid
   Bytes saved_peak;                              // most HBM that saved activations held in the measured step
   Bytes fragments;                               // of the HBM budget, what no plan counts on
+  struct Needed {                                // while a step is measured
+    Bytes so_far;                                // most HBM without cached outputs
+    Bytes outputs;                               // that were held when the position began
+  } needed;
   Bytes hbm_needed;  // without any cached output, as far as is known; zero: not yet
   Bytes ddr_needed;
   Bytes missed_room;         // what the trainer asked for in vain since the plan was made
@@ -150,6 +154,7 @@ struct Session::Impl {
   void measure();
   void prepare_plan();
   void limit_outputs();
+  [[nodiscard]] Bytes take_peak();
   void make_plan();
   void make_next_plan();
   void take_next_plan();

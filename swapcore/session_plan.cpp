@@ -22,14 +22,6 @@ constexpr Bytes kProbeSize = 16_MiB;
 constexpr const char* kProbe = "link probe";
 constexpr std::uint64_t kMostMeasureGap = 4096;  // steps
 
-// Most HBM in use at any place of a step while nothing is cached.
-Bytes peak_of(const Snapshot& snapshot) {
-  Bytes peak = std::max({snapshot.other_peak, snapshot.head.forward_peak, snapshot.head.backward_peak});
-  for (const Position& layer : snapshot.layers)
-    peak = std::max({peak, layer.forward_peak, layer.backward_peak});
-  return peak;
-}
-
 double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / seconds; }
 
 }  // namespace
@@ -87,7 +79,7 @@ double Session::Impl::measure_two_ways(const Block& near, const Block& far, Even
 }
 
 void Session::Impl::measure() {
-  profile->enter(StepProfile::Phase::kEnd, 0, hbm->take_watermark());
+  profile->enter(StepProfile::Phase::kEnd, 0, take_peak());
   const bool finished = device.synchronize(compute).ok();
   if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
   Snapshot snapshot = profile->summarize(sites);
@@ -101,7 +93,7 @@ void Session::Impl::measure() {
   const PoolUsage usage = hbm->usage();
   fragments = 0_B;
   leave_to_fragments(saturating_sub(usage.mapped_peak, usage.live_peak));
-  hbm_needed = peak_of(snapshot) + saturating_sub(usage.mapped_peak, usage.live_peak);
+  hbm_needed = needed.so_far + saturating_sub(usage.mapped_peak, usage.live_peak);
   snapshot.h2d_bytes_per_second = h2d_rate;
   snapshot.d2h_bytes_per_second = d2h_rate;
   snapshot.both_bytes_per_second = two_way_rate;
@@ -112,6 +104,15 @@ void Session::Impl::measure() {
   measured = std::move(snapshot);
   limit_outputs();
   make_plan();
+}
+
+// Most HBM that the position which ends now held. Outputs that a rule keeps are no need: they can be dropped.
+Bytes Session::Impl::take_peak() {
+  const Bytes peak = hbm->take_watermark();
+  const Bytes outputs = store->hbm_bytes(EntryKey::What::kOutput);
+  needed.so_far = std::max(needed.so_far, saturating_sub(peak, std::min(outputs, needed.outputs)));
+  needed.outputs = outputs;
+  return peak;
 }
 
 // What the budgets of now leave to cached outputs.
@@ -172,6 +173,7 @@ void Session::Impl::start_measuring(const char* why) {
   next_plan = {};
   schedule.forget();
   profile = std::make_unique<StepProfile>(device, compute);
+  needed = {};
   if (RunTimeline* timeline = spans.timeline()) timeline->note("measure", why);
 }
 

@@ -69,7 +69,7 @@ void Session::Impl::enter(StepProfile::Phase phase, int layer, std::uint32_t mic
   store->poll();
   if (asked.load(std::memory_order_relaxed)) give_way();
   if (spans.watched()) spans.position(name_of_position(phase, layer, micro_batch), levels());
-  if (profile) profile->enter(phase, layer, hbm->take_watermark());
+  if (profile) profile->enter(phase, layer, take_peak());
   if (!running || !caching()) return;
   mark_window(phase, layer);
   note_deviation(schedule.enter(pass_of(phase), layer, micro_batch));
