@@ -71,6 +71,7 @@ class Load:
     def __init__(self, build, folder):
         cores = sorted(os.sched_getaffinity(0))
         self.daemon_core, self.load_core = {cores[-1]}, {cores[0]}
+        os.sched_setaffinity(0, self.daemon_core)  # who scrapes is not the load
         self.build, self.folder = build, Path(folder)
         self.socket = str(self.folder / "terraced.sock")
         self.children = []

@@ -224,7 +224,7 @@ Bytes ClientRegistry::leased(ClientId client, TierId tier) const {
   return book_.leased(client, tier);
 }
 
-ClientRegistry::View ClientRegistry::view() {
+ClientRegistry::View ClientRegistry::view(Ended ended) {
   const std::lock_guard lock(mutex_);
   View view;
   for (const auto& [label, kept] : kept_) view.jobs[label].values = kept;
@@ -244,7 +244,7 @@ ClientRegistry::View ClientRegistry::view() {
     for (std::size_t tier = 0; tier < kTierCount; ++tier) job.leased[tier] += client.record.leased[tier];
     view.live.push_back(client.record);
   }
-  view.ended.assign(ended_.begin(), ended_.end());
+  if (ended == Ended::kListed) view.ended.assign(ended_.begin(), ended_.end());
   for (const TierId tier : kTiers) {
     view.budget[static_cast<std::size_t>(tier)] = book_.budget(tier);
     view.leased[static_cast<std::size_t>(tier)] = book_.leased(tier);

@@ -114,7 +114,8 @@ class ClientRegistry {
     TierAmounts leased;
     std::uint64_t joined_total = 0;
   };
-  [[nodiscard]] View view();
+  enum class Ended : std::uint8_t { kListed, kLeftOut };  // View::ended
+  [[nodiscard]] View view(Ended ended = Ended::kListed);
 
  private:
   struct Client {

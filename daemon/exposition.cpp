@@ -36,7 +36,7 @@ const char* tier_name(std::size_t tier) { return name_of(static_cast<TierId>(tie
 }  // namespace
 
 std::vector<MetricFamily> Exposition::Collect() const {
-  const ClientRegistry::View view = registry_.view();
+  const ClientRegistry::View view = registry_.view(ClientRegistry::Ended::kLeftOut);
   std::vector<MetricFamily> families;
   for (const MetricInfo& info : metric_table()) {
     MetricFamily& of_metric = families.emplace_back(family(info.name, info.help, info.type));
