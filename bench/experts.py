@@ -172,7 +172,8 @@ class Bench:
             config = self.write(f"experts-{tokens}.toml", with_keys(self.base + "\n" + self.preset.lora, {
                 ("moe", "experts"): experts, ("train", "batch"): batch, ("train", "micro_batches"): 1}))
             (resident, ours), link = self.pair(f"experts@{tokens}", config,
-                                               f'[experts]\nresident = "{self.options.resident}"\n')
+                                               f'[experts]\nresident = "{self.options.resident}"\n'
+                                               f'load = "{self.options.load}"\n')
             fetched = ours.per_step("experts_fetched_bytes")
             seconds = link.seconds(fetched)
             print_row(ours, "fetched_bytes", fetched, "bytes")
@@ -182,8 +183,19 @@ class Bench:
             floor = max(1.0, seconds * 1e3 / resident.result["ms_per_step"])
             print_row(ours, "step_time_ratio_to_resident",
                       ours.result["ms_per_step"] / resident.result["ms_per_step"], "ratio", floor)
+            self.print_loading(ours)
             curve.append((tokens, seconds * 1e3 / resident.result["ms_per_step"], ours))
         self.break_even(curve)
+
+    def print_loading(self, ours):
+        """By whose word experts came at the end, and what the choice was made by."""
+        result = ours.result
+        if "experts_load" not in result:
+            return
+        print_row(ours, "by_router", int(result["experts_load"] == "router"), "bool")
+        print_row(ours, "fired_share", result["experts_fired_share"], "ratio")
+        print_row(ours, "break_even_share", result["experts_break_even_share"], "ratio")
+        print_row(ours, "router_stall_ms", ours.per_step("router_stall_seconds") * 1e3, "ms")
 
     def break_even(self, curve):
         """Tokens an expert at which a step takes as long as its experts do on the link: between two measured loads."""
@@ -221,6 +233,7 @@ def options_of(arguments):
     parser.add_argument("--part", choices=["both", "experts", "optimizer"], default="both")
     parser.add_argument("--tokens-per-expert", type=int, action="append", help="only this load; may be repeated")
     parser.add_argument("--resident", default="25%", help="of the expert weights (default: 25%%)")
+    parser.add_argument("--load", choices=["layer", "router", "auto"], default="auto", help="experts.load (default: auto)")
     parser.add_argument("--steps", type=int, help="of a run; the first two are not timed")
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 3:

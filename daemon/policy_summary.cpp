@@ -83,6 +83,20 @@ const char* text_of(RuleAction action) {
   return "";
 }
 
+const char* text_of(ExpertLoad load) {
+  switch (load) {
+    case ExpertLoad::kLayer:
+      return "whole, in order";
+    case ExpertLoad::kRouter:
+      return "those with tokens, on the router's word";
+    case ExpertLoad::kAuto:
+      return "whole or on the router's word, as is cheaper";
+  }
+  return "";
+}
+
+const char* text_of(StateTier tier) { return tier == StateTier::kDdr ? "DDR" : "HBM"; }
+
 std::string text_of(const Rule& rule) {
   std::string text = rule.match;
   if (rule.kind) text += std::string(" (") + name_of(*rule.kind) + ")";
@@ -107,6 +121,10 @@ std::string policy_summary(const Policy& policy) {
                            text_of(policy.hbm.reserve, "the device", "nothing") +
                            " left to the driver and libraries");
   line("ddr         ", text_of(policy.ddr));
+  line("nvme        ", policy.nvme.budget == 0_B
+                           ? "nothing goes there"
+                           : "experts that DDR has no room for, up to " + format_bytes(policy.nvme.budget) +
+                                 " in " + policy.nvme.path);
   line("swapcore    ", text_of(policy.swapcore.mode));
   line("            ",
        "cached outputs: HBM " +
@@ -119,8 +137,9 @@ std::string policy_summary(const Policy& policy) {
            " of HBM; the rest is " + text_of(policy.checkpoint.contingency));
   line("experts     ", text_of(policy.experts.resident, "expert weights", "all") +
                            " kept in HBM; the rest comes from DDR, as many layers ahead: " +
-                           std::to_string(policy.experts.prefetch));
-  line("optimizer   ", std::string("state in ") + (policy.optimizer.tier == StateTier::kDdr ? "DDR" : "HBM"));
+                           std::to_string(policy.experts.prefetch) + ", " + text_of(policy.experts.load));
+  line("optimizer   ", std::string("state in ") + text_of(policy.optimizer.tier) +
+                           ", gradients of experts in " + text_of(policy.optimizer.gradients));
   line("metrics     ", "http://" + policy.metrics.listen + "/metrics");
   line("daemon      ", policy.daemon.socket);
   return text;

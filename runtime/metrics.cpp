@@ -159,6 +159,18 @@ const char* name_of(StallReason reason) {
       return "expert_late";
     case StallReason::kOptimizerLate:
       return "optimizer_late";
+    case StallReason::kRouterWord:
+      return "router_word";
+  }
+  return "?";
+}
+
+const char* name_of(ExpertWord word) {
+  switch (word) {
+    case ExpertWord::kLayer:
+      return "layer";
+    case ExpertWord::kRouter:
+      return "router";
   }
   return "?";
 }

@@ -42,8 +42,11 @@ enum class StallReason : std::uint8_t {
   kBudget,
   kDaemon,
   kExpertLate,
-  kOptimizerLate
+  kOptimizerLate,
+  kRouterWord
 };
+// By whose word a layer's experts were fetched.
+enum class ExpertWord : std::uint8_t { kLayer = 0, kRouter };
 enum class CallGroup : std::uint8_t { kAllocate = 0, kFree, kCopy, kLaunch, kQuery, kMap, kShare, kOther };
 // Why Swap Core went another way than planned. The first five are of a step, whose rest is computed again
 // where it would have travelled; the others are of one output, which is computed again.
@@ -66,6 +69,7 @@ inline constexpr int kFallbackReasonCount = 12;
 [[nodiscard]] const char* name_of(MetricKind kind);        // "matmul", "gmm", "attention", "scan"
 [[nodiscard]] const char* name_of(FetchOutcome outcome);   // "hit", "miss", "late"
 [[nodiscard]] const char* name_of(StallReason reason);     // "restore_late", "spill_backpressure", ...
+[[nodiscard]] const char* name_of(ExpertWord word);        // "layer", "router"
 [[nodiscard]] const char* name_of(CallGroup group);        // "allocate", "free", ...
 
 namespace detail {
@@ -90,7 +94,8 @@ TERRACE_LABEL(Direction, "direction", kDirectionCount)
 TERRACE_LABEL(CopyReason, "reason", kCopyReasonCount)
 TERRACE_LABEL(MetricKind, "kind", 4)
 TERRACE_LABEL(FetchOutcome, "outcome", 3)
-TERRACE_LABEL(StallReason, "reason", 6)
+TERRACE_LABEL(StallReason, "reason", 7)
+TERRACE_LABEL(ExpertWord, "load", 2)
 TERRACE_LABEL(CallGroup, "call_group", 8)
 TERRACE_LABEL(FallbackReason, "reason", kFallbackReasonCount)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)

@@ -53,7 +53,7 @@ struct SessionCounters {
   std::uint64_t damaged = 0;    // what came back from DDR with another checksum, and was not used
   Bytes spilled, restored;
   double stall_seconds = 0;  // for any reason
-  double expert_stall_seconds = 0, optimizer_stall_seconds = 0;
+  double expert_stall_seconds = 0, optimizer_stall_seconds = 0, router_stall_seconds = 0;
   std::array<std::uint64_t, kFallbackReasonCount> fallbacks{};  // by FallbackReason
   LinkUse::Ways link_windows;  // of the steps that ran by a plan and were timed
 };
@@ -79,12 +79,17 @@ class Session {
 
   // Pinned host memory for what lasts and lives there. Errors: kOutOfBudget, kOutOfMemory, as DdrPool says.
   [[nodiscard]] Result<BlockRef> allocate_host(Bytes size, Pool pool);
+  // A file inside the policy's [nvme] budget, null where that is 0; it goes before the session, and takes
+  // nvme_bounce_bytes() of DDR. Of the library terrace_swapcore_nvme. Errors: those of NvmeTier::create.
+  [[nodiscard]] Result<std::unique_ptr<Tier>> open_nvme();
+  [[nodiscard]] Bytes nvme_bounce_bytes() const;
   struct RingOptions {
     Bytes slot;     // bytes of each
     int slots = 1;  // how many
     Pool pool = Pool::kScratch;
     Stream user;
     CopyReason reason = CopyReason::kFetch;
+    Tier* cold = nullptr;  // as SlotRing::Parts::cold
   };
   // A ring of slots in HBM, which goes before the session and before its items' homes. Errors: as of
   // allocate(), what the device said.

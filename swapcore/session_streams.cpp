@@ -34,7 +34,8 @@ Result<std::unique_ptr<SlotRing>> Session::open_ring(const RingOptions& options)
                            .copies = *impl_->copies,
                            .allocated_on = impl_->compute,
                            .user = options.user,
-                           .reason = options.reason},
+                           .reason = options.reason,
+                           .cold = options.cold},
                           std::move(slots));
 }
 
@@ -48,6 +49,7 @@ void Session::Impl::count_stall(StallReason reason, double seconds) {
   if (seconds <= 0) return;
   counters.stall_seconds += seconds;
   if (reason == StallReason::kExpertLate) counters.expert_stall_seconds += seconds;
+  if (reason == StallReason::kRouterWord) counters.router_stall_seconds += seconds;
   if (reason == StallReason::kOptimizerLate) counters.optimizer_stall_seconds += seconds;
   metrics().add<Metric::kStallSeconds>(reason, seconds);
 }

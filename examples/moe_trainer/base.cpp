@@ -97,30 +97,26 @@ std::uint64_t base_fingerprint(Session& session, const Model& model) {
     if (!is_frozen(array)) continue;
     hash = hash_text(array.name, hash);
     const std::int64_t count = array.parameter != nullptr ? array.parameter->count() : array.shape.front();
-    // Where it is: on the device, or in DDR.
-    const auto add = [&](const auto* from, const auto* home, std::int64_t numbers) {
-      if (home != nullptr) {
-        hash = hash_text(
-            {reinterpret_cast<const char*>(home), static_cast<std::size_t>(numbers) * sizeof *home}, hash);
-        return;
-      }
-      const std::vector<std::byte> bytes = download_bytes(session, reinterpret_cast<const std::byte*>(from),
-                                                          static_cast<std::size_t>(numbers) * sizeof *from);
+    const auto add = [&hash](const std::vector<std::byte>& bytes) {
       hash = hash_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, hash);
     };
-    const float* const nowhere = nullptr;
+    const auto on_device = [&session](const auto* from, std::int64_t numbers) {
+      return download_bytes(session, reinterpret_cast<const std::byte*>(from),
+                            static_cast<std::size_t>(numbers) * sizeof *from);
+    };
     if (array.parameter == nullptr) {
-      add(array.value, nowhere, count);
+      add(on_device(array.value, count));
       continue;
     }
     const Parameter& p = *array.parameter;
     if (p.in_blocks()) {
-      add(p.block_numbers, p.home.block_numbers, count);
-      add(p.block_scale, p.home.block_scale, p.scale_count());
-    } else if (p.value != nullptr || p.home.value != nullptr) {
-      add(p.value, p.home.value, count);
+      const bool away = p.home.block_numbers != nullptr;
+      add(away ? home_numbers(p) : on_device(p.block_numbers, count));
+      add(away ? home_scales(p) : on_device(p.block_scale, p.scale_count()));
+    } else if (p.home.value != nullptr || p.home.copy != nullptr) {
+      add(home_numbers(p));
     } else {
-      add(p.copy, p.home.copy, count);
+      add(p.value != nullptr ? on_device(p.value, count) : on_device(p.copy, count));
     }
   }
   return hash;

@@ -135,7 +135,15 @@ std::optional<RunRecord::Streamed> streamed_of(Trainer& trainer, const Session& 
   if (experts == nullptr && trainer.state() == nullptr) return std::nullopt;
   RunRecord::Streamed streamed;
   if (experts != nullptr) {
+    const ExpertStore::Report report = experts->report();
     streamed.experts_in = experts->counters().fetched;
+    streamed.experts_nvme = trainer.model().nvme_bytes();
+    streamed.experts_from_nvme = experts->counters().from_tier;
+    streamed.experts_kept = report.kept;
+    streamed.experts_from_kept = experts->counters().from_kept;
+    streamed.experts_load = name_of(report.load);
+    streamed.experts_fired_share = report.fired_share;
+    streamed.experts_break_even_share = report.break_even_share;
     constexpr auto kExperts = static_cast<std::size_t>(Pool::kExpert);
     streamed.experts_resident = session.hbm_usage().live_by_pool[kExperts];
     streamed.experts_streamed = session.ddr_usage().live_by_pool[kExperts];
@@ -143,6 +151,10 @@ std::optional<RunRecord::Streamed> streamed_of(Trainer& trainer, const Session& 
   if (trainer.state() != nullptr) {
     streamed.state_in = trainer.state()->counters().fetched;
     streamed.state_out = trainer.state()->counters().written_back;
+  }
+  if (const ExpertGradients* gradients = trainer.model().expert_gradients()) {
+    streamed.state_in += gradients->counters().fetched;
+    streamed.state_out += gradients->counters().written_back;
   }
   return streamed;
 }

@@ -118,6 +118,10 @@ void Optimizer::step(Ops& ops, const StepsMade& made) {
     require(session_.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
     for (const auto& group : groups_) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
   }
+  // Those that are fetched ahead of their group's step come with their gradients.
+  for (const auto& group : groups_) {
+    if (state_ != nullptr && !stepped_.contains(group.get())) state_->gradients_are_final(*group);
+  }
   const std::vector<StateStream::Update> all = updates(made);
   for (const auto& group : groups_) {
     if (group->streamed_count() > 0) {

@@ -19,11 +19,59 @@ Address address_of(const void* at) {
   return static_cast<Address>(const_cast<void*>(at));  // NOLINT: the seam takes one type both ways
 }
 
+// An array of a parameter that lives outside of HBM, of experts with some on NVMe perhaps.
+struct HomeArray {
+  const Parameter& parameter;
+  Bytes at;          // in the block of experts
+  std::int64_t all;  // numbers of the whole stack
+};
+
+// How many of them are in DDR.
+std::int64_t warm_of(const HomeArray& array, std::int64_t first, std::int64_t count) {
+  const Parameter::Home& home = array.parameter.home;
+  if (home.cold == nullptr) return count;
+  const std::int64_t warm = array.all / array.parameter.shape.front() * home.warm;
+  return std::clamp<std::int64_t>(warm - first, 0, count);
+}
+
 template <typename T>
 void copy_numbers(Session& session, Direction direction, T* to, const void* from, std::int64_t count) {
   require(session.device().copy(session.compute(), direction, address_of(to), address_of(from),
                                 Bytes(static_cast<std::uint64_t>(count) * sizeof(T))));
 }
+
+// From the device to where they live, in order of the compute stream.
+template <typename T>
+void copy_home(Session& session, const HomeArray& array, T* home, std::int64_t first, const void* from,
+               std::int64_t count) {
+  const std::int64_t warm = warm_of(array, first, count);
+  if (warm > 0) copy_numbers(session, Direction::kD2H, home + first, from, warm);
+  if (warm == count) return;
+  const auto bytes = [](std::int64_t numbers) {
+    return Bytes(static_cast<std::uint64_t>(numbers) * sizeof(T));
+  };
+  array.parameter.home.cold->write(array.at + bytes(first + warm),
+                                   static_cast<const std::byte*>(from) + bytes(warm).count(),
+                                   bytes(count - warm));
+}
+
+// From the host: by way of the device where some of it goes to NVMe. The compute stream is idle.
+template <typename T>
+void put_home(Session& session, const HomeArray& array, T* home, std::int64_t first,
+              std::span<const T> from) {
+  const auto count = static_cast<std::int64_t>(from.size());
+  if (warm_of(array, first, count) == count) {
+    std::copy(from.begin(), from.end(), home + first);
+    return;
+  }
+  const BlockRef there = require(session.allocate(Bytes(from.size_bytes()), Pool::kScratch));
+  upload(session, std::as_bytes(from), there->address);
+  copy_home(session, array, home, first, there->address, count);
+  require(session.device().synchronize(session.compute()));
+}
+
+HomeArray numbers_of(const Parameter& p) { return {p, p.home.numbers_at, p.count()}; }
+HomeArray scales_of(const Parameter& p) { return {p, p.home.scales_at, p.scale_count()}; }
 
 }  // namespace
 
@@ -70,15 +118,15 @@ void ParameterGroup::fill_piece(Ops& ops, Stream stream, const Parameter& p, Ran
         stream,
         QuantiseBlocks{.rows = numbers.rows, .width = p.width(), .x = numbers, .q = q_at, .scale = scale_at});
     if (here) return;
-    copy_numbers(session, Direction::kD2H, p.home.block_numbers + first, q_at, fill.count);
-    copy_numbers(session, Direction::kD2H, p.home.block_scale + first_scale, scale_at, scales);
+    copy_home(session, numbers_of(p), p.home.block_numbers, first, q_at, fill.count);
+    copy_home(session, scales_of(p), p.home.block_scale, first_scale, scale_at, scales);
   } else if (p.value != nullptr || (p.home.value == nullptr && p.copy != nullptr)) {
     fill.y = p.value != nullptr ? Out(p.value + first) : Out(p.copy + first);
     ops.run(stream, fill);
   } else if (p.home.value != nullptr) {
-    copy_numbers(session, Direction::kD2H, p.home.value + first, drawn(Dtype::kF32).at, fill.count);
+    copy_home(session, numbers_of(p), p.home.value, first, drawn(Dtype::kF32).at, fill.count);
   } else {
-    copy_numbers(session, Direction::kD2H, p.home.copy + first, drawn(Dtype::kBf16).at, fill.count);
+    copy_home(session, numbers_of(p), p.home.copy, first, drawn(Dtype::kBf16).at, fill.count);
   }
 }
 
@@ -124,8 +172,8 @@ void set_blocks(Session& session, const Parameter& parameter, std::int64_t first
       {.rows = rows, .width = width, .x = from.data(), .q = numbers.data(), .scale = scales.data()});
   const std::int64_t first_scale = first / width * blocks_of(width);
   if (parameter.home.block_numbers != nullptr) {
-    std::copy(numbers.begin(), numbers.end(), parameter.home.block_numbers + first);
-    std::copy(scales.begin(), scales.end(), parameter.home.block_scale + first_scale);
+    put_home<std::int8_t>(session, numbers_of(parameter), parameter.home.block_numbers, first, numbers);
+    put_home<float>(session, scales_of(parameter), parameter.home.block_scale, first_scale, scales);
     return;
   }
   upload(session, std::as_bytes(std::span(numbers)),
@@ -143,17 +191,46 @@ void set_values(Session& session, const Parameter& parameter, std::int64_t first
     require(session.device().synchronize(session.compute()));
   if (parameter.in_blocks()) return set_blocks(session, parameter, first, from);
   if (home.value != nullptr) {
-    std::copy(from.begin(), from.end(), home.value + first);
+    put_home<float>(session, numbers_of(parameter), home.value, first, from);
     return;
   }
   if (parameter.value != nullptr) return upload(session, from, parameter.value + first);
   std::vector<Bf16> rounded(from.size());
   std::transform(from.begin(), from.end(), rounded.begin(), [](float x) { return to_bf16(x); });
   if (home.copy != nullptr) {
-    std::copy(rounded.begin(), rounded.end(), home.copy + first);
+    put_home<Bf16>(session, numbers_of(parameter), home.copy, first, rounded);
     return;
   }
   upload(session, std::as_bytes(std::span(rounded)), reinterpret_cast<Address>(parameter.copy + first));
+}
+
+namespace {
+
+template <typename T>
+std::vector<std::byte> home_bytes(const HomeArray& array, const T* home) {
+  const std::int64_t warm = warm_of(array, 0, array.all);
+  const std::span<const std::byte> in_ddr = std::as_bytes(std::span(home, static_cast<std::size_t>(warm)));
+  std::vector<std::byte> bytes(in_ddr.begin(), in_ddr.end());
+  if (warm == array.all) return bytes;
+  const auto size = [](std::int64_t numbers) {
+    return Bytes(static_cast<std::uint64_t>(numbers) * sizeof(T));
+  };
+  const std::vector<std::byte> cold =
+      array.parameter.home.cold->read(array.at + size(warm), size(array.all - warm));
+  bytes.insert(bytes.end(), cold.begin(), cold.end());
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<std::byte> home_numbers(const Parameter& p) {
+  if (p.home.block_numbers != nullptr) return home_bytes(numbers_of(p), p.home.block_numbers);
+  if (p.home.value != nullptr) return home_bytes(numbers_of(p), p.home.value);
+  return home_bytes(numbers_of(p), p.home.copy);
+}
+
+std::vector<std::byte> home_scales(const Parameter& p) {
+  return home_bytes(scales_of(p), p.home.block_scale);
 }
 
 }  // namespace terrace::trainer

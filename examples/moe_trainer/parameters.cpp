@@ -8,6 +8,7 @@
 #include <span>
 #include <utility>
 
+#include "examples/moe_trainer/expert_gradients.hpp"
 #include "examples/moe_trainer/failure.hpp"
 
 namespace terrace::trainer {
@@ -115,12 +116,63 @@ ParameterGroup::ExpertLayout ParameterGroup::expert_layout() const {
   return at;
 }
 
+std::size_t ParameterGroup::expert_count() const {
+  for (const Parameter& p : parameters_) {
+    if (p.holder == Holder::kExperts) return static_cast<std::size_t>(p.shape.front());
+  }
+  return 0;
+}
+
+std::vector<ParameterGroup::ExpertArray> ParameterGroup::expert_arrays() const {
+  const ExpertLayout layout = expert_layout();
+  std::vector<ExpertArray> arrays;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& p = parameters_[i];
+    if (p.holder != Holder::kExperts) continue;
+    if (arena_of(p) == Arena::kExpertBlocks) {
+      const Bytes scales = layout.scales + bytes_of_numbers(scale_offsets_[i], sizeof(float));
+      arrays.push_back({i, layout.blocks + bytes_of_numbers(offsets_[i], 1), 1, p.count(), false});
+      arrays.push_back({i, scales, sizeof(float), p.scale_count(), true});
+    } else {
+      const std::int64_t each = bytes_of(compute_);
+      const Bytes base = p.trained() ? 0_B : layout.frozen;
+      arrays.push_back({i, base + bytes_of_numbers(offsets_[i], each), each, p.count(), false});
+    }
+  }
+  std::sort(arrays.begin(), arrays.end(), [](const auto& a, const auto& b) { return a.at < b.at; });
+  return arrays;
+}
+
+std::vector<SlotRing::PartRange> ParameterGroup::expert_ranges() const {
+  const auto experts = static_cast<std::int64_t>(expert_count());
+  const std::vector<ExpertArray> arrays = expert_arrays();
+  std::vector<SlotRing::PartRange> ranges;
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    const Bytes size = bytes_of_numbers(arrays[i].count / experts, arrays[i].each);
+    for (std::uint32_t part = 0; part < static_cast<std::uint32_t>(experts); ++part) {
+      const bool warm = expert_home_ != nullptr && part < static_cast<std::uint32_t>(warm_experts_);
+      const Address home =
+          warm ? expert_home_->address + (expert_home_at_[i] + size * part).count() : nullptr;
+      ranges.push_back({part, arrays[i].at + size * part, size, home});
+    }
+  }
+  return ranges;
+}
+
 Bytes ParameterGroup::expert_bytes(const Allocation& how) {
   lay_out(how);
   return expert_layout().end;
 }
 
 bool ParameterGroup::trains_experts() const { return experts_ > 0; }
+
+Bytes ParameterGroup::state_home_bytes(const Allocation& how) const {
+  if (how.state != StateTier::kDdr) return {};
+  Bytes bytes = bytes_of_numbers(trained_, 2 * sizeof(float));
+  if (how.compute != Dtype::kF32) bytes += bytes_of_numbers(copied_, sizeof(float));
+  if (how.gradients == StateTier::kDdr) bytes += bytes_of_numbers(experts_, sizeof(float));
+  return bytes;
+}
 
 void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how) {
   memory_ = &memory;
@@ -135,7 +187,12 @@ void ParameterGroup::reserve(const Allocation& how) {
   const bool narrow = how.compute != Dtype::kF32;
   values_from_ = !narrow ? experts_ : how.state == StateTier::kDdr ? copied_ : 0;
   values_ = memory.zeros(1, count_ - values_from_, Pool::kWeights);  // the gaps too
-  gradients_ = memory.zeros(1, count_, Pool::kGradient);
+  gradients_from_ = how.gradients == StateTier::kDdr ? experts_ : 0;
+  gradients_ = memory.zeros(1, count_ - gradients_from_, Pool::kGradient);
+  if (gradients_from_ > 0) {
+    expert_gradient_home_ =
+        memory.host_block(bytes_of_numbers(gradients_from_, sizeof(float)), Pool::kGradient);
+  }
   if (trained_ > 0) reserve_state(how);
   if (narrow && decayed_ > experts_) {
     copies_ = memory.tensor(1, decayed_ - experts_, Pool::kWeights, how.compute);
@@ -145,16 +202,33 @@ void ParameterGroup::reserve(const Allocation& how) {
     block_numbers_ = memory.block(bytes_of_numbers(block_count_, 1), Pool::kWeights);
     block_scales_ = memory.block(bytes_of_numbers(scale_count_, sizeof(float)), Pool::kWeights);
   }
-  const Bytes experts = expert_layout().end;
-  if (experts == 0_B) return;
-  if (how.experts == StateTier::kDdr) {
-    expert_home_ = memory.host_block(experts, Pool::kExpert);
-    std::memset(expert_home_->address, 0, experts.count());
-  } else {
-    expert_block_ = memory.block(experts, how.expert_pool);
-    Session& session = memory.session();
-    require(session.device().fill(session.compute(), expert_block_->address, 0, experts));
+  if (expert_layout().end > 0_B) reserve_experts(how);
+}
+
+// In DDR the block lies as in HBM where all of it is there; else what is there of each matrix.
+void ParameterGroup::reserve_experts(const Allocation& how) {
+  Bytes size = expert_layout().end;
+  Session& session = memory_->session();
+  if (how.experts == StateTier::kHbm) {
+    expert_block_ = memory_->block(size, how.expert_pool);
+    require(session.device().fill(session.compute(), expert_block_->address, 0, size));
+    return;
   }
+  const auto experts = static_cast<std::int64_t>(expert_count());
+  warm_experts_ = experts - how.cold_experts;
+  Bytes end;
+  for (const ExpertArray& array : expert_arrays()) {
+    const Bytes at = round_up(end, kPieceAlignment);
+    expert_home_at_.push_back(how.cold_experts == 0 ? array.at : at);
+    end = at + bytes_of_numbers(array.count / experts * warm_experts_, array.each);
+  }
+  if (how.cold_experts > 0) size = end;
+  expert_home_ = memory_->host_block(size, Pool::kExpert);
+  std::memset(expert_home_->address, 0, size.count());
+  if (how.cold_experts == 0) return;
+  std::vector<SlotRing::PartRange> cold = expert_ranges();
+  std::erase_if(cold, [](const SlotRing::PartRange& range) { return range.home != nullptr; });
+  cold_experts_ = std::make_unique<ColdExperts>(*memory_, *how.cold, std::move(cold));
 }
 
 void ParameterGroup::reserve_state(const Allocation& how) {
@@ -174,13 +248,12 @@ void ParameterGroup::reserve_state(const Allocation& how) {
 }
 
 void ParameterGroup::set_pointers() {
+  set_expert_homes();
+  place_experts(expert_block_ != nullptr ? expert_block_->address : nullptr);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const std::int64_t offset = offsets_[i];
     const Arena arena = arena_of(parameter);
-    if (parameter.holder == Holder::kExperts && arena != Arena::kVectors) {
-      place_expert(i, expert_block_ != nullptr ? expert_block_->address : nullptr);
-    }
     if (arena == Arena::kBlocks) {
       parameter.block_numbers = reinterpret_cast<std::int8_t*>(block_numbers_->address) + offset;
       parameter.block_scale = reinterpret_cast<float*>(block_scales_->address) + scale_offsets_[i];
@@ -189,7 +262,7 @@ void ParameterGroup::set_pointers() {
       if (compute_ == Dtype::kBf16) parameter.copy = frozen_.as<Bf16>() + offset;
     } else if (arena == Arena::kTrained || arena == Arena::kVectors) {
       if (offset >= values_from_) parameter.value = values_.f32() + offset - values_from_;
-      parameter.gradient = gradients_.f32() + offset;
+      if (offset >= gradients_from_) parameter.gradient = gradients_.f32() + offset - gradients_from_;
       if (!parameter.trained()) continue;
       if (m_) parameter.m = m_.f32() + offset;
       if (v_ && offset >= by_muon_) parameter.v = v_.f32() + offset - by_muon_;
@@ -211,45 +284,76 @@ void ParameterGroup::set_home_pointers(Parameter& parameter, std::int64_t offset
   if (there.copies > 0) parameter.home.copy = at.copy;
 }
 
-// Of one that products read from the experts' block: from `block`, or from where it lives for null.
-void ParameterGroup::place_expert(std::size_t index, std::byte* block) {
-  Parameter& p = parameters_[index];
-  const ExpertLayout layout = expert_layout();
-  const bool blocks = arena_of(p) == Arena::kExpertBlocks;
-  const auto put = [&](std::byte* base, float*& value, Bf16*& copy, std::int8_t*& numbers, float*& scale) {
-    if (blocks) {
-      numbers = base == nullptr
-                    ? nullptr
-                    : reinterpret_cast<std::int8_t*>(base + layout.blocks.count()) + offsets_[index];
-      scale = base == nullptr
-                  ? nullptr
-                  : reinterpret_cast<float*>(base + layout.scales.count()) + scale_offsets_[index];
-      return;
-    }
-    std::byte* const at = base == nullptr ? nullptr
-                                          : base + (p.trained() ? 0_B : layout.frozen).count() +
-                                                offsets_[index] * bytes_of(compute_);
-    if (compute_ == Dtype::kF32) value = reinterpret_cast<float*>(at);
-    if (compute_ == Dtype::kBf16) copy = reinterpret_cast<Bf16*>(at);
-  };
-  put(block, p.value, p.copy, p.block_numbers, p.block_scale);
-  if (expert_home_ == nullptr || p.trained()) return;  // a trained one's is the state's affair
-  put(expert_home_->address, p.home.value, p.home.copy, p.home.block_numbers, p.home.block_scale);
+namespace {
+
+// Of a parameter, or of its home, what an array of the experts' block is.
+template <typename Pointers>
+void point(Pointers& to, const ParameterGroup::ExpertArray& array, std::byte* at) {
+  if (array.scales) {
+    to.block_scale = reinterpret_cast<float*>(at);
+  } else if (array.each == 1) {
+    to.block_numbers = reinterpret_cast<std::int8_t*>(at);
+  } else if (array.each == sizeof(Bf16)) {
+    to.copy = reinterpret_cast<Bf16*>(at);
+  } else {
+    to.value = reinterpret_cast<float*>(at);
+  }
 }
 
+}  // namespace
+
 void ParameterGroup::place_experts(std::byte* block) {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].holder == Holder::kExperts) place_expert(i, block);
+  for (const ExpertArray& array : expert_arrays()) {
+    point(parameters_[array.parameter], array, block == nullptr ? nullptr : block + array.at.count());
+  }
+}
+
+// Where frozen experts live outside of HBM; a trained one's home is the state's affair.
+void ParameterGroup::set_expert_homes() {
+  if (expert_home_ == nullptr) return;
+  const std::vector<ExpertArray> arrays = expert_arrays();
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    Parameter& p = parameters_[arrays[i].parameter];
+    if (p.trained()) continue;
+    p.home.cold = cold_experts_.get();
+    p.home.warm = warm_experts_;
+    (arrays[i].scales ? p.home.scales_at : p.home.numbers_at) = arrays[i].at;
+    point(p.home, arrays[i], expert_home_->address + expert_home_at_[i].count());
   }
 }
 
 void ParameterGroup::clear_gradients(Session& session) {
   require(session.device().fill(session.compute(), gradients_.block->address, 0, gradients_.bytes()));
+  if (expert_gradients != nullptr) expert_gradients->clear(*this);
+}
+
+void ParameterGroup::place_expert_gradients(float* gradients) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& p = parameters_[i];
+    if (p.holder != Holder::kExperts || !p.trained()) continue;
+    p.gradient = gradients == nullptr ? nullptr : gradients + offsets_[i];
+  }
+  placed_gradients_ = gradients;
 }
 
 void ParameterGroup::add_sum_of_squares(Ops& ops, Stream stream, float* sum) const {
   if (trained_ == 0) return;
-  ops.run(stream, SumOfSquares{.count = trained_, .x = gradients_.f32(), .out = sum});
+  // Of experts and of the rest by itself: the same sums wherever gradients live.
+  const bool zeros = expert_gradients != nullptr && expert_gradients->are_zeros(*this);
+  if (experts_ > 0 && !zeros) {
+    const ExpertGradientUse use(*this, ExpertGradients::For::kReading);
+    const float* const first = gradients_from_ > 0 ? placed_gradients_ : gradients_.f32();
+    ops.run(stream, SumOfSquares{.count = experts_, .x = first, .out = sum});
+  }
+  if (trained_ == experts_) return;
+  ops.run(stream,
+          SumOfSquares{
+              .count = trained_ - experts_, .x = gradients_.f32() + experts_ - gradients_from_, .out = sum});
+}
+
+const float* ParameterGroup::gradient_at(std::int64_t number, const StateRun& run) const {
+  if (number >= gradients_from_) return gradients_.f32() + number - gradients_from_;
+  return run.gradient + number - run.first;
 }
 
 std::vector<ParameterGroup::Range> ParameterGroup::trained_ranges(Decay decay,
@@ -273,7 +377,8 @@ StateRun ParameterGroup::home(std::int64_t first, std::int64_t count) const {
                .count = count,
                .value = floats(value_home_),
                .m = floats(m_home_),
-               .v = floats(v_home_)};
+               .v = floats(v_home_),
+               .gradient = floats(expert_gradient_home_)};
   if (expert_home_ == nullptr) return run;
   if (compute_ == Dtype::kF32) run.value = floats(expert_home_);
   if (compute_ == Dtype::kBf16) run.copy = reinterpret_cast<Bf16*>(expert_home_->address) + first;
@@ -284,9 +389,15 @@ ParameterGroup::StateExtent ParameterGroup::extent(const StateRun& run) const {
   const auto before = [&run](std::int64_t end) {
     return std::clamp<std::int64_t>(end - run.first, 0, run.count);
   };
-  if (compute_ == Dtype::kF32) return {.values = expert_home_ != nullptr ? before(experts_) : 0};
-  return {.values = value_home_ != nullptr ? before(copied_) : 0,
-          .copies = expert_home_ != nullptr ? before(experts_) : 0};
+  StateExtent extent{.gradients = before(gradients_from_)};
+  const std::int64_t experts = expert_home_ != nullptr ? before(experts_) : 0;
+  if (compute_ == Dtype::kF32) {
+    extent.values = experts;
+  } else {
+    extent.values = value_home_ != nullptr ? before(copied_) : 0;
+    extent.copies = experts;
+  }
+  return extent;
 }
 
 float* ParameterGroup::value_at(std::int64_t number, const StateRun& run) const {
@@ -332,7 +443,7 @@ void ParameterGroup::step_run(Ops& ops, Stream stream, AdamW update, std::option
   const auto step_range = [&](std::int64_t first, std::int64_t end) {
     update.count = end - first;
     update.parameter = value_at(first, run);
-    update.gradient = gradients_.f32() + first;
+    update.gradient = gradient_at(first, run);
     update.m = run.m + first - run.first;
     update.v = run.v + first - run.first;
     update.compute_copy = copy_at(first, run);

@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "examples/moe_trainer/cold_experts.hpp"
 #include "examples/moe_trainer/memory.hpp"
 #include "examples/moe_trainer/ops/muon.hpp"
 #include "examples/moe_trainer/ops/ops.hpp"
@@ -77,6 +78,11 @@ struct Parameter {
     Bf16* copy = nullptr;
     std::int8_t* block_numbers = nullptr;
     float* block_scale = nullptr;
+    // Of frozen experts some of which live on NVMe: the pointers above hold `warm` matrices of the stack, and
+    // the others are there, at these bytes of the block of experts on. Null: all are in DDR.
+    ColdExperts* cold = nullptr;
+    std::int64_t warm = 0;
+    Bytes numbers_at{}, scales_at{};
   } home{};
   // A low-rank addition to a matrix (out, in), or to each of a stack: w + up down, down (rank, in), up (out,
   // rank).
@@ -93,6 +99,7 @@ struct Parameter {
 };
 
 class ExpertStore;
+class ExpertGradients;
 
 // Where the optimizer's state of the trained numbers first .. first + count of a group is. Null: with the
 // group, in HBM.
@@ -100,7 +107,8 @@ struct StateRun {
   std::int64_t first = 0, count = 0;
   float* value = nullptr;  // of those that have one there
   float *m = nullptr, *v = nullptr;
-  Bf16* copy = nullptr;  // of experts whose block is in DDR
+  Bf16* copy = nullptr;             // of experts whose block is in DDR
+  const float* gradient = nullptr;  // of experts, where it is in DDR
 };
 
 class ParameterGroup {
@@ -119,9 +127,14 @@ class ParameterGroup {
     StateTier experts = StateTier::kHbm;  // what products read of them; in DDR trained ones need state there
     Pool expert_pool = Pool::kWeights;    // that their block counts in
     MatrixRule matrices = MatrixRule::kAdamW;  // Muon has its state in HBM
+    StateTier gradients = StateTier::kHbm;  // of experts; in DDR together with the state
+    Tier* cold = nullptr;                   // where those are that DDR has no room for
+    std::int64_t cold_experts = 0;          // so many, the last; of frozen ones in DDR only, and not all
   };
   // Bytes of what products read of the experts, and whether they are trained.
   [[nodiscard]] Bytes expert_bytes(const Allocation& how);
+  // Of state and gradients in DDR. After expert_bytes().
+  [[nodiscard]] Bytes state_home_bytes(const Allocation& how) const;
   [[nodiscard]] bool trains_experts() const;
   // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
   // OutOfMemory.
@@ -143,16 +156,36 @@ class ParameterGroup {
   // Numbers whose state lives in DDR, all of the group's or none, and where.
   [[nodiscard]] std::int64_t streamed_count() const { return m_home_ != nullptr ? trained_ : 0; }
   [[nodiscard]] StateRun home(std::int64_t first, std::int64_t count) const;
-  struct StateExtent {  // numbers at the front of a run that have a value there, and a copy
-    std::int64_t values = 0, copies = 0;
+  struct StateExtent {  // numbers at the front of a run that have a value there, a copy, a gradient
+    std::int64_t values = 0, copies = 0, gradients = 0;
   };
   [[nodiscard]] StateExtent extent(const StateRun& run) const;
 
-  // Null where the experts' block is in HBM.
-  [[nodiscard]] const Block* expert_home() const { return expert_home_.get(); }
+  // Whether the experts' block lives outside of HBM.
+  [[nodiscard]] bool experts_stream() const { return expert_home_ != nullptr; }
+  [[nodiscard]] Bytes expert_block_bytes() const { return expert_layout().end; }
+  [[nodiscard]] std::size_t expert_count() const;
+  [[nodiscard]] std::int64_t bytes_of_expert_number() const { return bytes_of(compute_); }  // not in blocks
+  // What products read of one of the experts' matrices: numbers, and scales of those in blocks.
+  struct ExpertArray {
+    std::size_t parameter;
+    Bytes at;           // in the block
+    std::int64_t each;  // bytes of a number
+    std::int64_t count;
+    bool scales;
+  };
+  // Where each expert's numbers lie in the block and live, in order; an expert is a part. Those on NVMe have
+  // no home.
+  [[nodiscard]] std::vector<SlotRing::PartRange> expert_ranges() const;
+  [[nodiscard]] const ColdExperts* cold_experts() const { return cold_experts_.get(); }  // null: none
   // Puts the experts' pointers into a block that holds their bytes; null: they are where they live.
   void place_experts(std::byte* block);
   ExpertStore* expert_store = nullptr;  // set by the store that serves this group
+
+  // Null where gradients of experts are in HBM, or there are none.
+  [[nodiscard]] const Block* expert_gradient_home() const { return expert_gradient_home_.get(); }
+  void place_expert_gradients(float* gradients);  // null: they are where they live
+  ExpertGradients* expert_gradients = nullptr;    // as expert_store
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] std::deque<Parameter>& parameters() { return parameters_; }
@@ -174,7 +207,9 @@ class ParameterGroup {
   void reserve_state(const Allocation& how);
   void set_pointers();
   void set_home_pointers(Parameter& parameter, std::int64_t offset) const;
-  void place_expert(std::size_t index, std::byte* block);
+  [[nodiscard]] std::vector<ExpertArray> expert_arrays() const;  // in order of the block
+  void reserve_experts(const Allocation& how);
+  void set_expert_homes();
   void fill_start(Ops& ops, Stream stream, std::uint64_t seed) const;
   void fill_piece(Ops& ops, Stream stream, const Parameter& parameter, RandomFill fill) const;
   void refresh_range(Ops& ops, Stream stream, std::int64_t first, std::int64_t count) const;
@@ -184,6 +219,7 @@ class ParameterGroup {
   [[nodiscard]] ExpertLayout expert_layout() const;
   [[nodiscard]] Out copy_at(std::int64_t number, const StateRun& run) const;
   [[nodiscard]] float* value_at(std::int64_t number, const StateRun& run) const;
+  [[nodiscard]] const float* gradient_at(std::int64_t number, const StateRun& run) const;
 
   std::string name_;
   Training base_;
@@ -202,6 +238,9 @@ class ParameterGroup {
   std::int64_t values_from_ = 0;
   Tensor values_, gradients_, m_, v_, copies_;
   BlockRef value_home_, m_home_, v_home_;  // in DDR: of the first values_from_ numbers, of all trained ones
+  std::int64_t gradients_from_ = 0;        // gradients_ without so many, which are in DDR
+  float* placed_gradients_ = nullptr;      // where those are in HBM, while they are
+  BlockRef expert_gradient_home_;
   FrozenForm form_ = FrozenForm::kCompute;
   Tensor frozen_;  // matrices that are not trained
   std::int64_t block_count_ = 0, scale_count_ = 0;
@@ -210,12 +249,20 @@ class ParameterGroup {
   // What products read of experts, in HBM or in DDR: of trained ones, then of frozen ones, then the scales.
   std::int64_t expert_frozen_count_ = 0, expert_block_count_ = 0, expert_scale_count_ = 0;
   BlockRef expert_block_, expert_home_;
+  std::int64_t warm_experts_ = 0;      // in expert_home_, where that is
+  std::vector<Bytes> expert_home_at_;  // of expert_arrays() in expert_home_
+  std::unique_ptr<ColdExperts> cold_experts_;
 };
 
 // Numbers first .. first + from.size() of a parameter, from the host; rounded where only a copy is kept. Of
 // one that has both, the copy is refresh_copies()'s to make. Precondition: of one in blocks, whole rows.
 void set_values(Session& session, const Parameter& parameter, std::int64_t first,
                 std::span<const float> from);
+
+// All numbers of a parameter that lives outside of HBM, in the type that it is kept in, and the scales of one
+// in blocks. The compute stream is idle.
+[[nodiscard]] std::vector<std::byte> home_numbers(const Parameter& parameter);
+[[nodiscard]] std::vector<std::byte> home_scales(const Parameter& parameter);
 
 using ParameterGroups = std::vector<std::unique_ptr<ParameterGroup>>;
 

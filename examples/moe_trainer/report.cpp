@@ -175,9 +175,20 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
     report["experts_resident_bytes"] = record.streamed->experts_resident.count();
     report["experts_ddr_bytes"] = record.streamed->experts_streamed.count();
     report["experts_fetched_bytes"] = record.streamed->experts_in.count();
+    report["experts_nvme_bytes"] = record.streamed->experts_nvme.count();
+    report["experts_from_nvme_bytes"] = record.streamed->experts_from_nvme.count();
+    report["experts_kept_bytes"] = record.streamed->experts_kept.count();
+    report["experts_from_kept_bytes"] = record.streamed->experts_from_kept.count();
+    if (!record.streamed->experts_load.empty()) {
+      report["experts_load"] = record.streamed->experts_load;
+      report["experts_fired_share"] = record.streamed->experts_fired_share;
+      auto& share = report["experts_break_even_share"];
+      if (record.streamed->experts_break_even_share) share = *record.streamed->experts_break_even_share;
+    }
     report["state_fetched_bytes"] = record.streamed->state_in.count();
     report["state_written_bytes"] = record.streamed->state_out.count();
     report["expert_stall_seconds"] = counters.expert_stall_seconds;
+    report["router_stall_seconds"] = counters.router_stall_seconds;
     report["optimizer_stall_seconds"] = counters.optimizer_stall_seconds;
   }
   report["losses"] = record.losses;

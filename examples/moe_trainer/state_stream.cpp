@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "examples/moe_trainer/expert_gradients.hpp"
 #include "examples/moe_trainer/expert_store.hpp"
 #include "examples/moe_trainer/failure.hpp"
 
@@ -16,17 +17,26 @@ constexpr int kSlots = 4;  // one is stepped, one leaves, and two arrive: neithe
 constexpr std::int64_t kLeast = std::int64_t{1} << 12, kMost = std::int64_t{1} << 23;
 constexpr std::int64_t kChunks = 64;  // of a small model, as many
 
-SlotRing::Piece piece(void* home, std::int64_t count, std::size_t each, SlotRing::Flow flow) {
-  return {static_cast<Address>(home), Bytes(static_cast<std::uint64_t>(count) * each), flow};
+// Parts of a chunk: gradients come when they are final, the rest ahead of that.
+constexpr std::uint32_t kState = 0, kGradients = 1;
+
+SlotRing::Piece piece(const void* home, std::int64_t count, std::size_t each, SlotRing::Flow flow) {
+  // NOLINTNEXTLINE: what flows in only is not written there
+  auto* const at = static_cast<Address>(const_cast<void*>(home));
+  return {at, Bytes(static_cast<std::uint64_t>(count) * each), flow, kState};
 }
 
-// m, v, then what there is of values and of copies.
+// m, v, then what there is of values, of copies and of gradients.
 std::vector<SlotRing::Piece> pieces_of(const StateRun& home, const ParameterGroup::StateExtent& extent) {
   using Flow = SlotRing::Flow;
   std::vector<SlotRing::Piece> pieces = {piece(home.m, home.count, sizeof(float), Flow::kBoth),
                                          piece(home.v, home.count, sizeof(float), Flow::kBoth)};
   if (extent.values > 0) pieces.push_back(piece(home.value, extent.values, sizeof(float), Flow::kBoth));
   if (extent.copies > 0) pieces.push_back(piece(home.copy, extent.copies, sizeof(Bf16), Flow::kOut));
+  if (extent.gradients > 0) {
+    pieces.push_back(piece(home.gradient, extent.gradients, sizeof(float), Flow::kIn));
+    pieces.back().part = kGradients;
+  }
   return pieces;
 }
 
@@ -62,27 +72,33 @@ void StateStream::close() {
   ring_.reset();
   if (stream_) (void)device_.synchronize(*stream_);
   if (at_home_) (void)device_.synchronize(*at_home_);
+  if (gradients_home_) (void)device_.synchronize(*gradients_home_);
   for (const Event event : events_) device_.destroy_event(event);
   if (stream_) device_.destroy_stream(*stream_);
   if (at_home_) device_.destroy_stream(*at_home_);
+  if (gradients_home_) device_.destroy_stream(*gradients_home_);
 }
 
 void StateStream::open(const Groups& groups) {
   stream_ = require(device_.create_stream(StreamPriority::kNormal));
   at_home_ = require(device_.create_stream(StreamPriority::kNormal));
+  gradients_home_ = require(device_.create_stream(StreamPriority::kNormal));
   ready_ = new_event();
   scratch_.emplace(session_, *stream_, ready_);
   ops_ = require(make_ops(device_, *scratch_));
   std::int64_t total = 0, largest = 0;
+  bool gradients = false;
   for (const ParameterGroup* group : groups) {
     total += group->streamed_count();
     largest = std::max(largest, group->streamed_count());
+    gradients = gradients || group->expert_gradient_home() != nullptr;
   }
   // A multiple of 64: what begins a chunk is aligned as what begins an arena.
   const std::int64_t chunk =
       std::min((largest + 63) / 64 * 64, std::clamp(total / kChunks / 64 * 64, kLeast, kMost));
+  const ParameterGroup::StateExtent all{.values = chunk, .copies = chunk, .gradients = gradients ? chunk : 0};
   const StateRun longest{.count = chunk};
-  ring_ = require(session_.open_ring({.slot = SlotRing::slot_bytes(pieces_of(longest, {chunk, chunk})),
+  ring_ = require(session_.open_ring({.slot = SlotRing::slot_bytes(pieces_of(longest, all)),
                                       .slots = kSlots,
                                       .pool = Pool::kOptimizer,
                                       .user = *stream_,
@@ -100,11 +116,13 @@ void StateStream::add_chunks(const ParameterGroup& group, std::int64_t chunk) {
   of.first = sequence_.size();
   of.stepped = new_event();
   of.home = new_event();
+  if (group.expert_gradient_home() != nullptr) of.gradients = new_event();
   for (std::int64_t first = 0; first < group.streamed_count(); first += chunk) {
     const StateRun home = group.home(first, std::min(chunk, group.streamed_count() - first));
     const ParameterGroup::StateExtent extent = group.extent(home);
     const SlotRing::ItemId item = ring_->add(pieces_of(home, extent));
     of.chunks.push_back({item, home, extent});
+    want(of.chunks.back(), Wanted::kAhead);
     sequence_.push_back(item);
   }
 }
@@ -118,16 +136,40 @@ void StateStream::expect_from(std::size_t place) {
   require(ring_->expect(next));
 }
 
+// Of a chunk with gradients, all of it or what does not wait for backward.
+void StateStream::want(const Chunk& chunk, Wanted wanted) {
+  if (chunk.extent.gradients == 0) return;
+  ring_->want(chunk.item, {true, wanted == Wanted::kAll});
+}
+
+void StateStream::gradients_are_final(const ParameterGroup& group) {
+  const auto found = groups_.find(&group);
+  if (found == groups_.end() || found->second.gradients == Event{} || found->second.final) return;
+  Group& of = found->second;
+  of.final = true;
+  if (group.expert_gradients->are_zeros(group)) return;  // no backward pass was made: they are not read
+  group.expert_gradients->order_behind_write(*gradients_home_, group);
+  require(device_.record(*gradients_home_, of.gradients));
+  for (const Chunk& chunk : of.chunks) {
+    if (chunk.extent.gradients == 0) continue;
+    ring_->renew_part_behind(chunk.item, kGradients, of.gradients);
+    want(chunk, Wanted::kAll);
+  }
+}
+
 void StateStream::step(const ParameterGroup& group, std::span<const Update> updates) {
   const auto found = groups_.find(&group);
   if (found == groups_.end()) return;
   Group& of = found->second;
+  gradients_are_final(group);
   require(device_.record(session_.compute(), ready_));
   require(device_.wait(*stream_, ready_));
   for (std::size_t i = 0; i < of.chunks.size(); ++i) {
     expect_from(of.first + i);
     step_chunk(group, of.chunks[i], updates);
   }
+  for (const Chunk& chunk : of.chunks) want(chunk, Wanted::kAhead);
+  of.final = false;
   expect_from(of.first + of.chunks.size());
   require(device_.record(*stream_, of.stepped));
   of.pending = true;
@@ -143,9 +185,23 @@ void StateStream::step_chunk(const ParameterGroup& group, const Chunk& chunk,
                .v = reinterpret_cast<float*>(at[1])};
   std::size_t next = 2;
   if (chunk.extent.values > 0) run.value = reinterpret_cast<float*>(at[next++]);
-  if (chunk.extent.copies > 0) run.copy = reinterpret_cast<Bf16*>(at[next]);
+  if (chunk.extent.copies > 0) run.copy = reinterpret_cast<Bf16*>(at[next++]);
+  if (chunk.extent.gradients > 0) run.gradient = reinterpret_cast<const float*>(at[next]);
   for (const Update& update : updates) group.step_run(*ops_, *stream_, update.how, update.only, run);
+  renew_kept_experts(group, run, chunk.extent);
   require(ring_->release(chunk.item, SlotRing::Use::kWritten));
+}
+
+// Copies of hot experts are stepped with the rest: they do not come over the link again.
+void StateStream::renew_kept_experts(const ParameterGroup& group, const StateRun& run,
+                                     const ParameterGroup::StateExtent& extent) {
+  if (group.expert_store == nullptr || !group.trains_experts()) return;
+  const bool narrow = group.bytes_of_expert_number() == sizeof(Bf16);
+  const std::int64_t count = narrow ? extent.copies : extent.values;
+  if (count == 0) return;
+  const void* const at = narrow ? static_cast<const void*>(run.copy) : run.value;
+  group.expert_store->renew_kept(
+      group, *stream_, {.first = run.first, .count = count, .at = static_cast<const std::byte*>(at)});
 }
 
 // What the store holds of the group's experts is of the step before: it fetches them behind the copies home.

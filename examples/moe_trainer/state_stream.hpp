@@ -44,6 +44,8 @@ class StateStream {
     AdamW how;
     std::optional<Part> only;
   };
+  // Gradients that live in DDR are final: the group's may be fetched. Before step(), which else does it.
+  void gradients_are_final(const ParameterGroup& group);
   // Steps the group's numbers by each of the updates, behind what the compute stream has to do now.
   void step(const ParameterGroup& group, std::span<const Update> updates);
   // Later work of the compute stream finds the group stepped. Whether it has been since the last call.
@@ -63,7 +65,11 @@ class StateStream {
     std::size_t first = 0;    // of them in sequence_
     Event stepped{}, home{};  // on the stream, and when the copies home have arrived
     bool pending = false;
+    Event gradients{};  // have arrived in DDR; where they live there
+    bool final = false;
   };
+  enum class Wanted : std::uint8_t { kAhead, kAll };
+  void want(const Chunk& chunk, Wanted wanted);
   StateStream(Session& session, const Groups& groups);
   void open(const Groups& groups);
   void add_chunks(const ParameterGroup& group, std::int64_t chunk);
@@ -71,13 +77,16 @@ class StateStream {
   [[nodiscard]] Event new_event();
   void expect_from(std::size_t place);
   void step_chunk(const ParameterGroup& group, const Chunk& chunk, std::span<const Update> updates);
+  void renew_kept_experts(const ParameterGroup& group, const StateRun& run,
+                          const ParameterGroup::StateExtent& extent);
   void renew_experts(const ParameterGroup& group, const Group& of);
 
   Session& session_;
   Device& device_;
   std::optional<Stream> stream_;
-  std::optional<Stream> at_home_;  // waits for copies home, and holds nobody up
-  std::vector<Event> events_;      // all that there are
+  // They wait for copies home, of state and of gradients, and hold nobody up.
+  std::optional<Stream> at_home_, gradients_home_;
+  std::vector<Event> events_;  // all that there are
   Event ready_{};
   std::optional<StreamScratch> scratch_;
   std::unique_ptr<Ops> ops_;

@@ -99,7 +99,9 @@ float Trainer::step() {
 
 float Trainer::take_step() {
   const bool warm_up = steps_done_ < config().dsa.warmup_steps;
+  ExpertStore* const experts = warm_up ? nullptr : model_->expert_store();
   if (!warm_up) session_.begin_step();  // else there is nothing to keep, and nothing to learn for a plan
+  if (experts != nullptr) experts->begin_step();
   upload_batch();
   require(session_.device().fill(session_.compute(), loss_sum_.block->address, 0, loss_sum_.bytes()));
   optimizer_->clear_gradients();
@@ -128,7 +130,9 @@ float Trainer::take_step() {
   if (warm_up) return wait_for_loss();
   model_->balance(*ops_, session_.compute());
   session_.end_step();
-  return wait_for_loss();
+  const float loss = wait_for_loss();
+  if (experts != nullptr) experts->end_step();
+  return loss;
 }
 
 float Trainer::wait_for_loss() {

@@ -17,6 +17,7 @@
 #include "runtime/result.hpp"
 #include "runtime/units.hpp"
 #include "swapcore/site.hpp"
+#include "swapcore/streamed/load_choice.hpp"
 #include "swapcore/verifier.hpp"
 
 namespace terrace {
@@ -80,6 +81,10 @@ struct Policy {
     std::vector<int> nodes;                         // numa = [0, 1]
     HugePages hugepages = HugePages::kTransparent;  // false, true, "explicit"
   } ddr;
+  struct Nvme {
+    std::string path = "/var/tmp";  // a folder
+    Bytes budget;                   // of the file in it; 0: nothing goes there
+  } nvme;
   struct Swapcore {
     SwapMode mode = SwapMode::kAuto;
     Amount hbm_budget;  // auto: what the device budget leaves
@@ -94,9 +99,11 @@ struct Policy {
   struct Experts {
     Amount resident = Amount::of_share(1);  // of expert weights, in HBM; the rest streams from DDR
     int prefetch = 1;                       // layers ahead
+    ExpertLoad load = ExpertLoad::kAuto;    // by whose word they are fetched
   } experts;
   struct Optimizer {
     StateTier tier = StateTier::kHbm;
+    StateTier gradients = StateTier::kHbm;  // of trained experts
   } optimizer;
   struct Metrics {
     std::string listen = "127.0.0.1:9464";

@@ -31,6 +31,8 @@ constexpr Word<Contingency> kContingencies[] = {
 
 constexpr Word<StateTier> kStateTiers[] = {{"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
 constexpr std::int64_t kPrefetchMost = 16;  // layers
+constexpr Word<ExpertLoad> kExpertLoads[] = {
+    {"layer", ExpertLoad::kLayer}, {"router", ExpertLoad::kRouter}, {"auto", ExpertLoad::kAuto}};
 
 std::vector<std::string_view> section_names() {
   std::vector<std::string_view> names;
@@ -89,6 +91,7 @@ class PolicyParser {
     read_version(top);
     with_section("hbm", [&](const SectionReader& r) { read_hbm(r); });
     with_section("ddr", [&](const SectionReader& r) { read_ddr(r); });
+    with_section("nvme", [&](const SectionReader& r) { read_nvme(r); });
     with_section("swapcore", [&](const SectionReader& r) { read_swapcore(r); });
     with_section("checkpoint", [&](const SectionReader& r) { read_checkpoint(r); });
     with_section("experts", [&](const SectionReader& r) { read_experts(r); });
@@ -187,6 +190,24 @@ class PolicyParser {
     }
   }
 
+  void read_nvme(const SectionReader& reader) {
+    auto& nvme = policy_.nvme;
+    const auto path = reader.text("path", nvme.path);
+    if (path.position &&
+        (path.value.empty() || path.value.front() != '/' || path.value.find('\0') != std::string::npos)) {
+      reader.problem(
+          *path.position, "path",
+          in_quotes(path.value) + " is no absolute path; use a folder on the drive, as \"/scratch\"");
+    }
+    nvme.path = path.value;
+    const auto budget = reader.amount("budget", Amount::of(nvme.budget), AutoAllowed::kNo);
+    if (budget.value.form == Amount::Form::kShare) {
+      reader.problem(*budget.position, "budget",
+                     "is a share; a drive may hold other things, so use a size like \"500GiB\"");
+    }
+    nvme.budget = budget.value.bytes;
+  }
+
   void read_swapcore(const SectionReader& reader) {
     auto& swapcore = policy_.swapcore;
     keep(reader.word<SwapMode>("mode", swapcore.mode, kSwapModes), swapcore.mode, positions_.swapcore_mode);
@@ -211,11 +232,19 @@ class PolicyParser {
     experts.resident = reader.amount("resident", experts.resident, AutoAllowed::kNo).value;
     experts.prefetch =
         static_cast<int>(reader.integer("prefetch", experts.prefetch, {1, kPrefetchMost}).value);
+    experts.load = reader.word<ExpertLoad>("load", experts.load, kExpertLoads).value;
   }
 
   void read_optimizer(const SectionReader& reader) {
     auto& optimizer = policy_.optimizer;
     optimizer.tier = reader.word<StateTier>("tier", optimizer.tier, kStateTiers).value;
+    const auto gradients = reader.word<StateTier>("gradients", optimizer.gradients, kStateTiers);
+    optimizer.gradients = gradients.value;
+    if (gradients.value == StateTier::kDdr && optimizer.tier != StateTier::kDdr) {
+      reader.problem(
+          *gradients.position, "gradients",
+          "\"ddr\" goes with the state that they are stepped with; set optimizer.tier = \"ddr\" too");
+    }
   }
 
   void read_metrics(const SectionReader& reader) {

@@ -9,7 +9,11 @@
 // An item is what travels together: a chunk of an optimizer's state, the experts of a layer. Its user is one
 // stream, which works on the slot between acquire() and release(). Both directions move at once, and all is
 // ordered by events: a slot is filled again behind its last use and its copy home, an item is fetched behind
-// its own last copy home. The host waits in drain(), forget() and the destructor alone.
+// its own last copy home. The host waits in drain(), forget() and the destructor alone, and for what comes
+// from a file (a tier that no stream can wait for) in acquire() too.
+//
+// An item may have parts, and be brought without some of them: experts that no token goes to. A part may be
+// kept in HBM beside the slots, and then comes from there; or live on another tier than pinned memory.
 //
 // Called from one thread. After an error the bytes of the item in hand are undefined, at home too where it
 // was written: whoever needs them gives up. Nothing leaks. Why: docs/design/0012-streamed-weights.md.
@@ -20,6 +24,7 @@
 #include <span>
 #include <vector>
 
+#include "allocator/tier.hpp"
 #include "runtime/copy_engine.hpp"
 #include "swapcore/residency.hpp"
 #include "swapcore/streamed/wait_probes.hpp"
@@ -34,7 +39,15 @@ class SlotRing {
     Address home = nullptr;  // pinned; outlives the ring
     Bytes size;
     Flow flow = Flow::kBoth;
+    std::uint32_t part = 0;
   };
+  // Of a block: where it lies in a slot, and where it lives (pinned; null: settled on the tier).
+  struct PartRange {
+    std::uint32_t part = 0;
+    Bytes at, size;
+    Address home = nullptr;
+  };
+  using PartSet = std::vector<bool>;  // by part
   static constexpr Bytes kPieceAlignment = 256_B;
   [[nodiscard]] static Bytes slot_bytes(std::span<const Piece> pieces);
 
@@ -51,6 +64,7 @@ class SlotRing {
     Stream allocated_on;  // the slots are ready in order of this stream
     Stream user;
     CopyReason reason = CopyReason::kFetch;
+    Tier* cold = nullptr;  // where parts live that have no home in pinned memory; outlives the ring
   };
   // Errors: what the device said. `slots` is not empty.
   [[nodiscard]] static Result<std::unique_ptr<SlotRing>> create(const Parts& parts,
@@ -61,8 +75,25 @@ class SlotRing {
   SlotRing(const SlotRing&) = delete;
   SlotRing& operator=(const SlotRing&) = delete;
 
-  // Precondition: it fits into every slot.
+  // Precondition of both: it fits into every slot.
   [[nodiscard]] ItemId add(std::vector<Piece> pieces);
+  // A block that only flows in; acquire() gives its address alone. The ranges are in order, and what lies
+  // between them nobody reads.
+  [[nodiscard]] ItemId add_block(Bytes size, std::span<const PartRange> ranges);
+  // The part's ranges, in the order of add_block(), live on the cold tier.
+  void settle_on_tier(ItemId item, std::uint32_t part, std::vector<TierBlock> ranges);
+
+  // From now on fetches bring these parts, at first all; a slot that has others besides keeps them until it
+  // is given away. Precondition: not in use.
+  void want(ItemId item, PartSet parts);
+  // Keeps a copy of the part in HBM, its ranges one behind another, from the next time on that it is
+  // acquired. Null: no longer. The memory is ready on the user's stream, and stays until the ring is gone; it
+  // goes from part to part of this item alone. Errors: what the device said.
+  [[nodiscard]] Status keep(ItemId item, std::uint32_t part, Address at);
+  // Where the part is kept, if its copy is made and current.
+  [[nodiscard]] Address kept_at(ItemId item, std::uint32_t part) const;
+  // Later work on `stream` may write kept copies of the item.
+  [[nodiscard]] Status order_behind_kept(Stream stream, ItemId item) const;
 
   // What is used next, in that order: brought as far as slots are free of these and of what is in use.
   // Errors: copy errors, those of the slot's last copy home among them.
@@ -77,7 +108,10 @@ class SlotRing {
   [[nodiscard]] Status order_behind_write(Stream stream, ItemId item);
   // Others write the item's home: what a slot holds of it is given up, and every later fetch waits for what
   // was recorded last in the event. Precondition: not in use. The event outlives the ring's last call.
-  void renew_behind(ItemId item, Event event);
+  enum class Kept : std::uint8_t { kStale, kRenewed };  // kRenewed: they write the kept copies too
+  void renew_behind(ItemId item, Event event, Kept kept = Kept::kStale);
+  // The same of one part alone, which is fetched anew; what else a slot holds stays.
+  void renew_part_behind(ItemId item, std::uint32_t part, Event event);
   // The host waits until every home holds what was written last. Errors: those of any copy since the last
   // call.
   [[nodiscard]] Status drain();
@@ -85,14 +119,18 @@ class SlotRing {
   [[nodiscard]] Status forget(ItemId item);
 
   struct Counters {
-    Bytes fetched, written_back;
+    Bytes fetched, written_back;           // over the link
+    Bytes from_kept, from_tier;            // copied inside HBM; of those fetched, from the cold tier
     std::uint64_t fetches = 0, found = 0;  // found: acquired from a slot that held it already
+    Bytes timed;                           // of those fetched, and how long the link took for them
+    double timed_seconds = 0;
   };
   [[nodiscard]] const Counters& counters() const { return counters_; }
   // Seconds that the user's stream waited in acquire(), known since the last call.
   [[nodiscard]] double collect_waits() { return probes_.collect(); }
 
  private:
+  enum class Copying : std::uint8_t { kToSlot, kToKept };
   enum class State : std::uint8_t { kEmpty, kArriving, kInUse, kHeld };
   using Ticket = std::shared_ptr<CopyEngine::Ticket>;
   struct Slot {
@@ -102,14 +140,32 @@ class SlotRing {
     std::uint32_t item = 0;  // unless empty
     std::uint64_t age = 0;   // of the last fetch or release
     Ticket in{}, out{};      // null: none in flight, as far as anybody has looked
-    std::vector<Address> pieces{};
+    Bytes in_bytes{};        // of `in`
+    std::vector<TierTicket> loads{};
+    bool from_kept = false;  // some of it is copied on the gate
+    PartSet present{};
+    std::vector<Address> pieces{};  // what acquire() hands out
+  };
+  struct Placed {  // a piece, where it lies in a slot, and where it lives on the cold tier
+    Piece piece;
+    Bytes at;
+    TierBlock cold{};
+  };
+  struct KeptCopy {
+    Address at = nullptr;
+    bool current = false;
   };
   struct Item {
-    std::vector<Piece> pieces;
-    Bytes in_bytes, out_bytes;
+    std::vector<Placed> pieces;
+    bool is_block = false;
+    PartSet wanted;
+    std::vector<KeptCopy> kept;  // by part
+    Bytes out_bytes;
     int slot = -1;
-    Ticket written{};  // its last copy home
-    Event renewed{};   // behind which others have written its home
+    Ticket written{};                // its last copy home
+    Event renewed{};                 // behind which others have written its home
+    Event part_renewed{};            // and a part of it
+    Event kept_read{}, kept_made{};  // on the gate, on the user's stream; only where something is kept
   };
 
   SlotRing(const Parts& parts, Stream gate, Event fence)
@@ -118,6 +174,17 @@ class SlotRing {
   [[nodiscard]] Status fence(Slot& slot, Item& item);
   void give_up(Slot& slot);
   [[nodiscard]] Status bring(Slot& slot, ItemId id);
+  [[nodiscard]] Status bring_kept(Slot& slot, Item& item, const PartSet& missing);
+  [[nodiscard]] Status bring_cold(Slot& slot, Item& item, const PartSet& missing);
+  [[nodiscard]] Status bring_over_the_link(Slot& slot, Item& item, const PartSet& missing);
+  [[nodiscard]] Status wait_for(Slot& slot, const Item& item);
+  [[nodiscard]] Status make_kept(Slot& slot, Item& item);
+  [[nodiscard]] bool has_all_wanted(const Item& item) const;
+  [[nodiscard]] std::vector<Transfer> kept_transfers(const Slot& slot, const Item& item, std::uint32_t part,
+                                                     Copying way) const;
+  [[nodiscard]] ItemId add(Item item, Bytes size, std::uint32_t parts);
+  static void age_kept(Item& item);
+  void note_rate(Slot& slot);
   void occupy(Slot& slot, ItemId id);
   void end(Ticket& ticket) const;
 

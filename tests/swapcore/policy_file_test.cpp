@@ -73,7 +73,11 @@ void expect_same_policy(const Policy& a, const Policy& b) {
   EXPECT_EQ(a.checkpoint.contingency, b.checkpoint.contingency);
   EXPECT_EQ(a.experts.resident, b.experts.resident);
   EXPECT_EQ(a.experts.prefetch, b.experts.prefetch);
+  EXPECT_EQ(a.experts.load, b.experts.load);
   EXPECT_EQ(a.optimizer.tier, b.optimizer.tier);
+  EXPECT_EQ(a.optimizer.gradients, b.optimizer.gradients);
+  EXPECT_EQ(a.nvme.path, b.nvme.path);
+  EXPECT_EQ(a.nvme.budget, b.nvme.budget);
   EXPECT_EQ(a.metrics.listen, b.metrics.listen);
   EXPECT_EQ(a.daemon.socket, b.daemon.socket);
   EXPECT_EQ(a.daemon.group, b.daemon.group);

@@ -16,6 +16,7 @@ span = {"forward_seconds": 1e-3, "backward_seconds": 2e-3}
 loss = 2.5 + (1e-7 if tiered and os.environ.get("FAKE_OTHER_BITS") else 0)
 json.dump({"ms_per_step": 12.0 if tiered else 10.0, "hbm_peak_bytes": 1, "ddr_peak_bytes": 2, "losses": [loss] * 3,
            "losses_hex": [loss.hex()] * 3, "experts_fetched_bytes": 6e6, "state_fetched_bytes": 60e6, "state_written_bytes": 30e6,
+           "experts_load": "router", "experts_fired_share": 0.25, "experts_break_even_share": 0.5, "router_stall_seconds": 0.006,
            "expert_stall_seconds": 0.003, "optimizer_stall_seconds": 0.006,
            "swapcore_snapshot": {"layers": [span], "head": span, "micro_batches": 1, "h2d_bytes_per_second": 1e9,
                                  "d2h_bytes_per_second": 1e9, "both_bytes_per_second": 1.5e9}}, open(options["--json"], "w"))
@@ -44,6 +45,9 @@ class Verdicts(StandInBench):
         self.assertAlmostEqual(ratio["value"], 1.2)
         self.assertEqual(ratio["floor"], 1.0)  # 2 ms on the link in a step of 10
         self.assertAlmostEqual(rows["experts@96", "terrace", "stall_ms"]["value"], 1)
+        self.assertEqual(rows["experts@96", "terrace", "by_router"]["value"], 1)
+        self.assertEqual(rows["experts@96", "terrace", "break_even_share"]["value"], 0.5)
+        self.assertAlmostEqual(rows["experts@96", "terrace", "router_stall_ms"]["value"], 2)
         # A step's 20 and 10 MB take 20 ms: the slower of one way alone and both together. 2 ms of forward, 4 of backward.
         self.assertAlmostEqual(rows["optimizer-clip", "terrace", "link_ms"]["value"], 20)
         self.assertAlmostEqual(rows["optimizer-clip", "terrace", "added_ms"]["floor"], 18)

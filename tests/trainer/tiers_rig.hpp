@@ -12,8 +12,10 @@ namespace terrace::trainer::test {
 inline constexpr int kSteps = 3;
 inline constexpr Policy::Optimizer kStateInDdr{.tier = StateTier::kDdr};
 
-inline Policy::Experts streamed(double resident, int prefetch = 1) {
-  return {.resident = Amount::of_share(resident), .prefetch = prefetch};
+inline constexpr Policy::Optimizer kGradientsInDdr{.tier = StateTier::kDdr, .gradients = StateTier::kDdr};
+
+inline Policy::Experts streamed(double resident, int prefetch = 1, ExpertLoad load = ExpertLoad::kLayer) {
+  return {.resident = Amount::of_share(resident), .prefetch = prefetch, .load = load};
 }
 
 // Five layers with experts that are most of the model.

@@ -65,6 +65,7 @@ class Rig {
     Policy::Experts experts = {};
     Policy::Optimizer optimizer = {};
     Amount ddr = {};
+    Policy::Nvme nvme = {};
     double link_bytes_per_second = 200e6;
   };
   explicit Rig(const Options& options) : corpus_(Corpus::from_text(options.text, "sample")) {
@@ -80,6 +81,7 @@ class Rig {
     session.policy.experts = options.experts;
     session.policy.optimizer = options.optimizer;
     session.policy.ddr.budget = options.ddr;
+    session.policy.nvme = options.nvme;
     session.join_daemon = false;
     session.compute = stream_;
     try {

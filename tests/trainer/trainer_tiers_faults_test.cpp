@@ -29,13 +29,13 @@ std::optional<Numbers> numbers_or_error(const Rig::Options& options) {
   }
 }
 
-TEST(Tiers, EndCleanlyOrChangeNothing) {
-  const auto expected = numbers_or_error(all_tiers());
+void end_cleanly_or_change_nothing(const Rig::Options& options) {
+  const auto expected = numbers_or_error(options);
   ASSERT_TRUE(expected);
   bool fired = true;
   for (std::uint64_t nth = 1; fired; nth += 1 + nth / 4) {
     const ScopedFaults faults(fail_call(nth));
-    const auto numbers = numbers_or_error(all_tiers());
+    const auto numbers = numbers_or_error(options);
     fired = faults.fired();
     if (numbers) {
       EXPECT_TRUE(*numbers == *expected) << "after failing call " << nth;
@@ -46,13 +46,22 @@ TEST(Tiers, EndCleanlyOrChangeNothing) {
     fired = true;
     for (std::uint64_t nth = 1; fired; nth += 1 + nth / 3) {
       const ScopedFaults faults(fail_call(point, nth));
-      const auto numbers = numbers_or_error(all_tiers());
+      const auto numbers = numbers_or_error(options);
       fired = faults.fired();
       if (numbers) {
         EXPECT_TRUE(*numbers == *expected) << "after failing " << name_of(point) << " call " << nth;
       }
     }
   }
+}
+
+TEST(Tiers, EndCleanlyOrChangeNothing) { end_cleanly_or_change_nothing(all_tiers()); }
+
+TEST(Tiers, ByRouterWithGradientsInDdrToo) {
+  Rig::Options options = all_tiers();
+  options.optimizer = kGradientsInDdr;
+  options.experts.load = ExpertLoad::kRouter;
+  end_cleanly_or_change_nothing(options);
 }
 
 // Somebody stops it in the middle: with copies under way everything is given back (the rig checks).

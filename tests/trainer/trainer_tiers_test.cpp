@@ -49,6 +49,45 @@ TEST(OptimizerTier, StepsAdaptersAndIndexersThatWarmUp) {
   expect_same_numbers(resident, tiered, "warm-up");
 }
 
+TEST(OptimizerTier, GradientsOfExpertsAddUpToTheSameBits) {
+  struct Case {
+    Dtype compute;
+    double clip;
+    int micro_batches;
+  };
+  for (const Case& one : {Case{Dtype::kF32, 0.05, 3}, Case{Dtype::kBf16, 0.05, 1}, Case{Dtype::kBf16, 0, 3},
+                          Case{Dtype::kF32, 0, 1}}) {
+    Rig::Options resident = plain(one.compute);
+    resident.config.train.clip_norm = one.clip;
+    resident.config.train.micro_batches = one.micro_batches;
+    Rig::Options tiered = resident;
+    tiered.optimizer = kGradientsInDdr;
+    expect_same_numbers(resident, tiered,
+                        std::string(name_of(one.compute)) + ", clip " + std::to_string(one.clip));
+  }
+  Rig::Options resident = plain(Dtype::kBf16);
+  resident.config.dsa.warmup_steps = 1;
+  Rig::Options tiered = resident;
+  tiered.optimizer = kGradientsInDdr;
+  expect_same_numbers(resident, tiered, "warm-up");
+}
+
+TEST(OptimizerTier, TakesGradientsOfExpertsOutOfHbm) {
+  Rig::Options options = plain(Dtype::kBf16);
+  options.optimizer = kStateInDdr;
+  Rig there(options);
+  options.optimizer = kGradientsInDdr;
+  Rig away(options);
+  EXPECT_EQ(there.steps(2), away.steps(2));
+  const auto gradients = [](const PoolUsage& usage) {
+    return usage.live_by_pool[static_cast<std::size_t>(Pool::kGradient)];
+  };
+  // Two layers of five have room for theirs.
+  EXPECT_LT(gradients(away.session().hbm_usage()).count() * 3,
+            gradients(there.session().hbm_usage()).count() * 2);
+  EXPECT_GT(gradients(away.session().ddr_usage()), 0_B);
+}
+
 TEST(OptimizerTier, TakesTheStateOutOfHbm) {
   Rig resident(plain(Dtype::kBf16));
   Rig::Options options = plain(Dtype::kBf16);
@@ -131,6 +170,8 @@ TEST(ExpertStore, SaysWhatItDoesNotDo) {
   Rig::Options options = plain(Dtype::kBf16);
   options.experts = streamed(0.5);
   EXPECT_NE(failure_of([&] { Rig rig(options); }).find("[optimizer]"), std::string::npos);
+  options.optimizer.gradients = StateTier::kDdr;
+  EXPECT_NE(failure_of([&] { Rig rig(options); }).find("optimizer.gradients"), std::string::npos);
   options.optimizer = kStateInDdr;
   options.config.moe.compute = ExpertCompute::kFp8;
   EXPECT_NE(failure_of([&] { Rig rig(options); }).find("moe.compute"), std::string::npos);

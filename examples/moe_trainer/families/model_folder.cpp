@@ -208,8 +208,12 @@ void ModelFolder::save(const std::string& path, Session& session, const Model& m
   for (const FamilyTensor& tensor : family_.tensors) {
     const std::vector<float> values = joined_parts(tensor, arrays, [&](const NamedArray& array) {
       const auto [rows, width] = extent_of(array);
-      const float* const home = array.parameter != nullptr ? array.parameter->home.value : nullptr;
-      if (home != nullptr) return std::vector<float>(home, home + rows * width);
+      if (array.parameter != nullptr && array.parameter->home.value != nullptr) {
+        const std::vector<std::byte> bytes = home_numbers(*array.parameter);
+        std::vector<float> values(static_cast<std::size_t>(rows * width));
+        std::memcpy(values.data(), bytes.data(), bytes.size());
+        return values;
+      }
       return download(session, array.value, rows * width);
     });
     if (type_of(tensor) == DType::kF32) {

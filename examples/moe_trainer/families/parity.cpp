@@ -121,6 +121,9 @@ ParityReport Parity::run(Session& session) const {
                   .stream = session.compute(),
                   .compute = config_.train.compute,
                   .chooser = &chooser};
+  if (model.expert_gradients() != nullptr) {
+    bad_input("optimizer.gradients: they are compared in HBM; use gradients = \"hbm\"");
+  }
   session.begin_step();
   model.train(pass, batch.micro_batch(counted), batch.loss.f32());
   session.end_step();

@@ -4,7 +4,8 @@
 #include <cmath>
 #include <utility>
 
-#include "examples/moe_trainer/expert_store.hpp"
+#include "examples/moe_trainer/expert_gradients.hpp"
+#include "examples/moe_trainer/model/expert_walk.hpp"
 
 namespace terrace::trainer {
 
@@ -148,8 +149,7 @@ void Experts::allocate(Memory& memory) {
 }
 
 void Experts::forward(const Pass& pass, const Routing& routing, Tensor z, Saved& saved) {
-  const ExpertUse use(
-      group_, pass.phase == Phase::kRecompute ? ExpertStore::Way::kBackward : ExpertStore::Way::kForward);
+  const ExpertUse use(group_, expert_walk(pass));
   for (ExpertMatrix* each : {&fc1_gate_, &fc1_up_, &fc2_}) {
     if (each->quantised) each->quantised.refresh(pass, each->base);
   }
@@ -203,7 +203,8 @@ Tensor Experts::backward(const Pass& pass, const Routing& routing, Saved& saved,
                                             .d_x = d_fc2,
                                             .d_weight = d_weight.f32()});
   drop(saved.fc2);
-  const ExpertUse use(group_, ExpertStore::Way::kBackward);
+  const ExpertUse use(group_, expert_walk(pass));
+  const ExpertGradientUse gradients(group_, ExpertGradients::For::kAdding);
   const Tensor d_gathered = rows_backward(pass, routing, saved, std::move(d_fc2));
   Tensor d_z = pass.tensor(d_combined.rows, width_);
   pass.ops.run(pass.stream, SumRows{.tokens = d_z.rows,

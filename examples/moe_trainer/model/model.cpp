@@ -1,15 +1,33 @@
 #include "examples/moe_trainer/model/model.hpp"
 
+#include <cmath>
 #include <numeric>
 #include <utility>
 
 #include "examples/moe_trainer/failure.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace::trainer {
 
 namespace {
 constexpr double kEmbeddingDeviation = 0.5;
+
+void check_muon(const Config& config, const Policy& policy) {
+  if (config.train.optimizer != OptimizerKind::kMuon || policy.optimizer.tier != StateTier::kDdr) return;
+  bad_input(
+      "train.optimizer: \"muon\" works on whole matrices and keeps its momentum in HBM; use [optimizer] tier = "
+      "\"hbm\", or \"adamw\"");
 }
+
+void check_gradients(const Policy& policy) {
+  if (policy.optimizer.gradients != StateTier::kDdr || policy.optimizer.tier == StateTier::kDdr) return;
+  bad_input(
+      "optimizer.gradients: gradients leave HBM together with optimizer state; set [optimizer] tier = "
+      "\"ddr\", "
+      "or gradients = \"hbm\"");
+}
+
+}  // namespace
 
 Model::Model(Session& session, const Config& config) : config_(config) {
   const auto group = [&](std::string name) -> ParameterGroup& {
@@ -65,7 +83,11 @@ std::vector<StateTier> Model::expert_tiers(const Policy& policy, const Parameter
     trained = trained || group->trains_experts();
   }
   const Bytes all = std::accumulate(bytes.begin(), bytes.end(), 0_B);
-  std::vector<StateTier> tiers = ExpertStore::spread(bytes, policy.experts.resident.resolve(all, all));
+  const Bytes resident = policy.experts.resident.resolve(all, all);
+  // By layer some stay whole; else all stream, and what stays are copies of the hot ones.
+  const bool by_layer = policy.experts.load == ExpertLoad::kLayer || resident >= all;
+  std::vector<StateTier> tiers =
+      by_layer ? ExpertStore::spread(bytes, resident) : std::vector<StateTier>(bytes.size(), StateTier::kDdr);
   bool streamed = false;
   for (std::size_t i = 0; i < tiers.size(); ++i) {
     if (bytes[i] == 0_B) tiers[i] = StateTier::kHbm;
@@ -91,20 +113,38 @@ MatrixRule Model::rule_of(const ParameterGroup& group) const {
   return layer && config_.train.optimizer == OptimizerKind::kMuon ? MatrixRule::kMuon : MatrixRule::kAdamW;
 }
 
+// The share of streamed experts that DDR has no room for beside state, the file's bounce buffers, and what
+// the policy leaves to cached outputs: a sixteenth where it does not say.
+double Model::cold_share(const Session& session, const std::vector<StateTier>& tiers,
+                         const ParameterGroup::Allocation& how) const {
+  if (session.policy().nvme.budget == 0_B) return 0;
+  const PoolUsage ddr = session.ddr_usage();
+  const Bytes spare = session.policy().swapcore.ddr_budget.resolve(ddr.budget, ddr.budget / 16);
+  Bytes others = ddr.live + session.nvme_bounce_bytes() + spare, experts, frozen;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    others += groups_[i]->state_home_bytes(how);
+    if (tiers[i] == StateTier::kHbm) continue;
+    experts += groups_[i]->expert_block_bytes();
+    if (!groups_[i]->trains_experts()) frozen += groups_[i]->expert_block_bytes();
+  }
+  if (others + experts <= ddr.budget || frozen == 0_B) return 0;
+  return static_cast<double>((others + experts - ddr.budget).count()) / static_cast<double>(frozen.count());
+}
+
 void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
   const Policy& policy = session.policy();
+  check_gradients(policy);
+  check_muon(config_, policy);
   ParameterGroup::Allocation how{
       .seed = seed,
       .compute = config_.train.compute,
       .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute,
-      .state = policy.optimizer.tier};
-  if (config_.train.optimizer == OptimizerKind::kMuon && how.state == StateTier::kDdr) {
-    bad_input(
-        "train.optimizer: \"muon\" works on whole matrices and keeps its momentum in HBM; use [optimizer] "
-        "tier = "
-        "\"hbm\", or \"adamw\"");
-  }
+      .state = policy.optimizer.tier,
+      .gradients = policy.optimizer.gradients};
   const std::vector<StateTier> tiers = expert_tiers(policy, how);
+  const double cold = cold_share(session, tiers, how);
+  if (cold > 0) nvme_ = require(session.open_nvme());
+  how.cold = nvme_.get();
   std::vector<ParameterGroup*> streamed;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     if (tiers[i] == StateTier::kDdr) streamed.push_back(groups_[i].get());
@@ -113,13 +153,44 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     how.experts = tiers[i];
     how.matrices = rule_of(*groups_[i]);
+    how.cold_experts = 0;
+    if (tiers[i] == StateTier::kDdr && !groups_[i]->trains_experts()) {
+      const auto experts = static_cast<std::int64_t>(groups_[i]->expert_count());
+      const auto wanted = static_cast<std::int64_t>(std::ceil(cold * static_cast<double>(experts)));
+      how.cold_experts = std::min(wanted, experts - 1);
+    }
     groups_[i]->allocate(memory, ops, session.compute(), how);
   }
-  if (!streamed.empty()) {
-    experts_ = std::make_unique<ExpertStore>(session, std::move(streamed), policy.experts.prefetch);
+  if (nvme_ != nullptr) {
+    metrics().set<Metric::kTierBytes>(TierId::kNvme, Pool::kExpert, nvme_->usage().live);
   }
+  open_stores(memory, std::move(streamed));
   maps_.allocate(session, memory);
   for (const auto& layer : layers_) layer->allocate(memory);
+}
+
+void Model::open_stores(Memory& memory, std::vector<ParameterGroup*> streamed) {
+  const Policy& policy = memory.session().policy();
+  std::vector<ParameterGroup*> with_gradients;
+  for (const auto& group : groups_) {
+    if (group->expert_gradient_home() != nullptr) with_gradients.push_back(group.get());
+  }
+  if (!with_gradients.empty()) {
+    gradients_ = std::make_unique<ExpertGradients>(memory.session(), std::move(with_gradients));
+  }
+  if (streamed.empty()) return;
+  Bytes all;
+  for (const ParameterGroup* group : streamed) all += group->expert_block_bytes();
+  const bool by_layer = policy.experts.load == ExpertLoad::kLayer;  // then layers stay, and are counted
+  experts_ = std::make_unique<ExpertStore>(
+      memory, std::move(streamed),
+      ExpertStore::Options{.prefetch = policy.experts.prefetch,
+                           .load = policy.experts.load,
+                           .resident = by_layer ? 0_B : policy.experts.resident.resolve(all, all),
+                           .micro_batches = config_.train.micro_batches,
+                           // Forward, the same again where layers are recomputed, and twice that.
+                           .forward_share = config_.train.recompute == Recompute::kFull ? 1.0 / 4 : 1.0 / 3,
+                           .cold = nvme_.get()});
 }
 
 void Model::refresh_copies(Ops& ops, Stream stream) const {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "examples/moe_trainer/expert_gradients.hpp"
 #include "examples/moe_trainer/expert_store.hpp"
 #include "examples/moe_trainer/model/group_keeper.hpp"
 #include "examples/moe_trainer/model/layer.hpp"
@@ -42,6 +43,9 @@ class Model {
   void set_keeper(GroupKeeper* keeper) { keeper_ = keeper; }
   // Null where all experts are in HBM.
   [[nodiscard]] ExpertStore* expert_store() const { return experts_.get(); }
+  [[nodiscard]] Bytes nvme_bytes() const { return nvme_ != nullptr ? nvme_->usage().live : 0_B; }
+  // Null where their gradients are in HBM.
+  [[nodiscard]] const ExpertGradients* expert_gradients() const { return gradients_.get(); }
   // Makes what products read that of the fp32 values; after whatever wrote those.
   void refresh_copies(Ops& ops, Stream stream) const;
 
@@ -66,6 +70,9 @@ class Model {
   void check_targets() const;
   [[nodiscard]] std::vector<StateTier> expert_tiers(const Policy& policy,
                                                     const ParameterGroup::Allocation& how);
+  [[nodiscard]] double cold_share(const Session& session, const std::vector<StateTier>& tiers,
+                                  const ParameterGroup::Allocation& how) const;
+  void open_stores(Memory& memory, std::vector<ParameterGroup*> streamed);
   [[nodiscard]] ParameterGroup& of_layer(std::size_t layer) const { return *groups_[1 + layer]; }
   [[nodiscard]] MatrixRule rule_of(const ParameterGroup& group) const;
   [[nodiscard]] ParameterGroup& of_head() const { return *groups_[1 + layers_.size()]; }
@@ -84,7 +91,8 @@ class Model {
 
   const Config& config_;
   RowMaps maps_;
-  ParameterGroups groups_;  // the embedding, the layers, the head, images
+  std::unique_ptr<Tier> nvme_;  // null: nothing lives there
+  ParameterGroups groups_;      // the embedding, the layers, the head, images
   GroupKeeper* keeper_ = nullptr;
   const Parameter* embedding_ = nullptr;
   const Parameter* head_ = nullptr;
@@ -93,6 +101,7 @@ class Model {
   std::optional<ResidualMix> mix_;  // before the last norm
   std::vector<std::unique_ptr<Layer>> layers_;
   std::unique_ptr<ExpertStore> experts_;
+  std::unique_ptr<ExpertGradients> gradients_;
 };
 
 }  // namespace terrace::trainer

@@ -3,10 +3,13 @@
 #include <cmath>
 #include <utility>
 
+#include "examples/moe_trainer/model/expert_walk.hpp"
+
 namespace terrace::trainer {
 
 ExpertRouter::ExpertRouter(const LayerScope& scope)
     : config_(scope.config),
+      group_(scope.parameters),
       layer_(scope.layer),
       weight_(declare_weight(scope)),
       site_(scope.site("moe.router", SiteKind::kMatmul)) {}
@@ -40,6 +43,8 @@ void ExpertRouter::choose(const Pass& pass, const Tensor& logits, const Routing&
                                    .bias = bias_.f32(),
                                    .expert = routing.expert,
                                    .weight = routing.weight});
+  std::int32_t* const counts =
+      counts_.as<std::int32_t>() + static_cast<std::int64_t>(pass.micro_batch) * counts_.width;
   pass.ops.run(pass.stream, Permute{.tokens = config_.tokens(),
                                     .experts = config_.moe.experts,
                                     .top_k = config_.moe.top_k,
@@ -49,8 +54,8 @@ void ExpertRouter::choose(const Pass& pass, const Tensor& logits, const Routing&
                                     .source = routing.source,
                                     .capacity = slots_kept(),
                                     .weight = routing.weight,
-                                    .counts = counts_.as<std::int32_t>() +
-                                              static_cast<std::int64_t>(pass.micro_batch) * counts_.width});
+                                    .counts = counts});
+  if (group_.expert_store != nullptr) group_.expert_store->routed(group_, expert_walk(pass), counts);
   // The step's last choice is made: from here on the bias is the next step's.
   const bool last = pass.micro_batch + 1 == static_cast<std::uint32_t>(config_.train.micro_batches);
   const bool moves = last && pass.phase == Phase::kForward && config_.lora.rank == 0;

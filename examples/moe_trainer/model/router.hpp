@@ -49,6 +49,7 @@ class ExpertRouter {
   [[nodiscard]] std::int64_t slots_kept() const;  // of one expert; 0: all
 
   const Config& config_;
+  const ParameterGroup& group_;
   int layer_;
   const Parameter& weight_;
   SiteId site_;
