@@ -3,6 +3,7 @@
 
   experts@T    adapters on a frozen model, T tokens an expert: all experts resident, and a share of their weights
                (--resident) with the rest streamed
+  idle         few tokens and many experts: whole layers, those with tokens, and what the store chooses (--resident)
   optimizer    all weights trained: state in HBM and in DDR, with gradient clipping and without
 
 Every pair trains the same model on the same text; the bench fails where their losses differ by a bit or a case does not
@@ -21,6 +22,7 @@ from training_runs import (RunError, bench_parser, last_lines, log_text, losses_
 
 SEED = 7
 PROBE_STEPS = 3  # the second is measured
+LOADS = ["layer", "router", "auto"]
 CLIPS = {"clip": 1.0, "no-clip": 0.0}
 
 
@@ -29,14 +31,15 @@ class Preset:
     config: str
     steps: int
     loads: list  # (experts, sequences in a micro-batch): how many tokens an expert has follows
+    idle: tuple  # (experts, length of the one sequence)
     lora: str = '[lora]\nrank = 16\ntargets = ["kda.q", "dsa.out"]\n'
 
 
 PRESETS = {
-    "tiny": Preset("tiny", steps=4, loads=[(8, 2), (8, 8)]),
-    "nano": Preset("nano", steps=6, loads=[(16, 1), (16, 2), (16, 4)]),
+    "tiny": Preset("tiny", steps=4, loads=[(8, 2), (8, 8)], idle=(64, 12)),
+    "nano": Preset("nano", steps=6, loads=[(16, 1), (16, 2), (16, 4)], idle=(128, 16)),
     "slice": Preset("slice", steps=8,
-                    loads=[(128, 1), (64, 1), (32, 1), (16, 1), (16, 2), (16, 3), (16, 5)]),
+                    loads=[(128, 1), (64, 1), (32, 1), (16, 1), (16, 2), (16, 3), (16, 5)], idle=(256, 64)),
 }
 
 
@@ -187,6 +190,26 @@ class Bench:
             curve.append((tokens, seconds * 1e3 / resident.result["ms_per_step"], ours))
         self.break_even(curve)
 
+    def idle(self):
+        """Every way of loading on one model, most of whose experts have no tokens."""
+        experts, length = self.preset.idle
+        config = self.write("idle.toml", with_keys(self.base + "\n" + self.preset.lora, {
+            ("moe", "experts"): experts, ("train", "batch"): 1, ("train", "length"): length, ("train", "micro_batches"): 1}))
+        runs = [Run("idle", "resident", config)]
+        for load in LOADS:
+            system = "terrace" if load == "auto" else f"by-{load}"
+            runs.append(Run("idle", system, config, f'[experts]\nresident = "{self.options.resident}"\nload = "{load}"\n'))
+        for run in runs:
+            run.result = self.take(f"idle-{run.system}", config, run.policy, "--swapcore", "off")
+            note(f"idle {run.system}: {run.result['ms_per_step']:.1f} ms, HBM {mib(run.result['hbm_peak_bytes'])}")
+            print_row(run, "ms_per_step", run.result["ms_per_step"], "ms")
+            print_row(run, "hbm_peak_bytes", run.result["hbm_peak_bytes"], "bytes")
+            if run.policy:
+                print_row(run, "fetched_bytes", run.per_step("experts_fetched_bytes"), "bytes")
+                self.print_loading(run)
+        if not losses_equal([run.result for run in runs]):
+            self.wrongs.append("idle: losses differ by how experts come")
+
     def print_loading(self, ours):
         """By whose word experts came at the end, and what the choice was made by."""
         result = ours.result
@@ -222,18 +245,20 @@ class Bench:
                 print_row(ours, "added_ratio_to_floor", added / floor, "ratio", 1.0)
 
     def run(self):
-        if self.options.part in ("both", "experts"):
+        if self.options.part in ("all", "experts"):
             self.experts()
-        if self.options.part in ("both", "optimizer"):
+        if self.options.part in ("all", "idle"):
+            self.idle()
+        if self.options.part in ("all", "optimizer"):
             self.optimizer()
 
 
 def options_of(arguments):
     parser = bench_parser("experts", __doc__, PRESETS)
-    parser.add_argument("--part", choices=["both", "experts", "optimizer"], default="both")
+    parser.add_argument("--part", choices=["all", "experts", "idle", "optimizer"], default="all")
     parser.add_argument("--tokens-per-expert", type=int, action="append", help="only this load; may be repeated")
     parser.add_argument("--resident", default="25%", help="of the expert weights (default: 25%%)")
-    parser.add_argument("--load", choices=["layer", "router", "auto"], default="auto", help="experts.load (default: auto)")
+    parser.add_argument("--load", choices=LOADS, default="auto", help="experts.load of experts@T (default: auto)")
     parser.add_argument("--steps", type=int, help="of a run; the first two are not timed")
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 3:

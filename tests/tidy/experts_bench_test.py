@@ -54,6 +54,16 @@ class Verdicts(StandInBench):
         self.assertAlmostEqual(rows["optimizer-no-clip", "terrace", "added_ms"]["floor"], 14)
         self.assertAlmostEqual(rows["optimizer-no-clip", "terrace", "added_ratio_to_floor"]["value"], 2 / 14)
 
+    def test_every_way_of_loading(self):
+        answer, rows = self.run_bench("--part", "idle")
+        self.assertEqual(answer.returncode, 0, answer.stderr)
+        self.assertEqual({system for _, system, _ in rows}, {"resident", "by-layer", "by-router", "terrace"})
+        self.assertEqual(rows["idle", "by-layer", "fetched_bytes"]["value"], 2e6)
+        config = tomllib.loads((self.folder / "out" / "idle.toml").read_text(encoding="utf-8"))
+        self.assertEqual((config["moe"]["experts"], config["train"]["length"]), (64, 12))
+        answer, _ = self.run_bench("--part", "idle", FAKE_OTHER_BITS="1")
+        self.assertIn("idle: losses differ", answer.stderr)
+
     def test_one_load_alone(self):
         _, rows = self.run_bench("--part", "experts", "--tokens-per-expert", "96")
         self.assertEqual({case for case, _, _ in rows}, {"experts@96"})
