@@ -110,6 +110,27 @@ std::string text_of(const Rule& rule) {
   return text + ", priority " + std::to_string(rule.priority);
 }
 
+std::string text_of(const Policy::Daemon& daemon) {
+  std::string text = daemon.socket;
+  text += daemon.group.empty() ? ", for its own user and root"
+                               : ", for its own user, root and group " + daemon.group;
+  if (daemon.readers.empty()) return text;
+  return text + "; totals for " + (daemon.readers == "*" ? "everybody" : "group " + daemon.readers);
+}
+
+std::string text_of(const JobRule& job) {
+  std::string text = job.match;
+  if (!job.user.empty()) text += " of user " + job.user;
+  text += ": priority " + std::to_string(job.priority);
+  const auto guarantee = [&text](const char* what, const Amount& amount) {
+    if (amount == Amount::of(Bytes())) return;
+    text += std::string(", guaranteed ") + what + ": " + text_of(amount, "what may be leased", "nothing");
+  };
+  guarantee("HBM of each device", job.hbm_guarantee);
+  guarantee("DDR of each NUMA node", job.ddr_guarantee);
+  return text;
+}
+
 }  // namespace
 
 std::string policy_summary(const Policy& policy) {
@@ -141,7 +162,8 @@ std::string policy_summary(const Policy& policy) {
   line("optimizer   ", std::string("state in ") + text_of(policy.optimizer.tier) +
                            ", gradients of experts in " + text_of(policy.optimizer.gradients));
   line("metrics     ", "http://" + policy.metrics.listen + "/metrics");
-  line("daemon      ", policy.daemon.socket);
+  line("daemon      ", text_of(policy.daemon));
+  for (const JobRule& job : policy.daemon.jobs) line("job         ", text_of(job));
   return text;
 }
 

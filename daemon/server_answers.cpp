@@ -129,9 +129,9 @@ void Server::Impl::lease(std::uint64_t tag, std::uint32_t sequence, const LeaseR
 
 // The same answer where there is no such process and where it is somebody else's.
 void Server::Impl::steer(std::uint64_t tag, std::uint32_t sequence, const SteerRequest& request) {
-  const Connection& asking = connections.at(tag);
+  const uid_t user = connections.at(tag).peer.uid;
   std::optional<uid_t> only;
-  if (asking.right != Right::kOwn) only = asking.peer.uid;
+  if (connections.at(tag).right != Right::kOwn) only = user;
   const auto concerned = clients.steer(request.pid, request.course, only);
   if (concerned.empty()) {
     return reply(tag,
@@ -141,7 +141,7 @@ void Server::Impl::steer(std::uint64_t tag, std::uint32_t sequence, const SteerR
   }
   for (const ClientId client : concerned) {
     spdlog::info("client {} (pid {}) is switched {} by user {}", client.value, request.pid,
-                 request.course == Course::kPassthrough ? "off" : "on", user_name(asking.peer.uid));
+                 request.course == Course::kPassthrough ? "off" : "on", user_name(user));
     if (const auto found = tags.find(client); found != tags.end())
       reply(found->second, Steer{request.course, 0}, 0);
   }

@@ -69,6 +69,9 @@ Result<std::unique_ptr<Session>> Session::open(Device& device, Options options) 
   const bool join = options.join_daemon;
   auto impl = std::make_unique<Impl>(device, std::move(options));
   impl->budgets = impl->policy_budgets = *budgets;
+  auto nodes = numa_nodes_of(device.info(), impl->policy);
+  if (!nodes) return std::move(nodes).error();
+  impl->numa_nodes = std::move(nodes).value();
   std::unique_ptr<Session> session(new Session(std::move(impl)));
   if (join) {
     if (auto joined = session->impl_->join_daemon(); !joined) return joined.error();
@@ -81,11 +84,8 @@ Status Session::Impl::open_pools() {
   auto hbm_pool = HbmPool::create(device, {.budget = budgets.hbm});
   if (!hbm_pool) return std::move(hbm_pool).error();
   hbm = std::move(hbm_pool).value();
-  auto nodes = numa_nodes_of(device.info(), policy);
-  if (!nodes) return std::move(nodes).error();
   auto ddr_pool = DdrPool::create(
-      device,
-      {.budget = budgets.ddr, .numa_nodes = std::move(nodes).value(), .huge_pages = policy.ddr.hugepages});
+      device, {.budget = budgets.ddr, .numa_nodes = numa_nodes, .huge_pages = policy.ddr.hugepages});
   if (!ddr_pool) return std::move(ddr_pool).error();
   ddr = std::move(ddr_pool).value();
   if (auto opened = open_clock(); !opened) return opened;

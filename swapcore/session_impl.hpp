@@ -37,8 +37,9 @@ struct Session::Impl {
   std::unique_ptr<SharedPage> page;  // the metrics that the daemon reads
   std::unique_ptr<DaemonLink> link;
   std::atomic<std::uint64_t> hbm_claim{0}, ddr_claim{0};  // what a successor of the daemon is told, in bytes
-  Budgets policy_budgets;                                 // the most that `budgets` grow to
-  Budgets planned_for;                                    // what the plan counts on
+  std::vector<int> numa_nodes;  // of pinned memory, by the policy; none: wherever first touch puts it
+  Budgets policy_budgets;       // the most that `budgets` grow to
+  Budgets planned_for;          // what the plan counts on
   std::mutex asks_mutex;
   std::map<TierId, DaemonLink::Ask> asks;  // under asks_mutex: of the daemon, to hold less
   std::atomic<bool> asked{false};          // there may be some

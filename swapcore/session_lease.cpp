@@ -54,6 +54,7 @@ Status Session::Impl::join_daemon() {
   }
   options.device = device.info().pci.empty() ? device.info().kind + ":0" : device.info().pci;
   options.capacity = device.info().capacity;
+  if (numa_nodes.size() == 1) options.numa_node = numa_nodes.front();
   options.holdings = [this] {
     DaemonLink::Holdings held{};
     held[static_cast<std::size_t>(TierId::kHbm)] = Bytes(hbm_claim.load(std::memory_order_relaxed));

@@ -4,7 +4,10 @@
 #include <sys/un.h>
 
 #include <array>
+#include <cstdlib>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "daemon/observer.hpp"
 #include "runtime/shared_page.hpp"
@@ -127,6 +130,41 @@ TEST_F(ReloadTest, TellsTheServiceManagerWhatItDoes) {
   while (last == "WATCHDOG=1") last = next();
   EXPECT_EQ(last, "STOPPING=1");
   EXPECT_EQ(terraced.wait(), 0) << terraced.err();
+}
+
+TEST_F(ReloadTest, CheckSaysWhatJobsAreGranted) {
+  write(
+      "[daemon]\ngroup = \"trainers\"\n[[daemon.job]]\nmatch = \"vip*\"\nuser = \"ada\"\npriority = 2\n"
+      "hbm_guarantee = \"50%\"\n");
+  ChildProcess check({test::program("terrace"), "check", policy_});
+  EXPECT_EQ(check.wait(), 0) << check.err();
+  EXPECT_NE(check.out().find("for its own user, root and group trainers"), std::string::npos) << check.out();
+  EXPECT_NE(
+      check.out().find("vip* of user ada: priority 2, guaranteed HBM of each device: 50% of what may be "
+                       "leased\n"),
+      std::string::npos)
+      << check.out();
+}
+
+// As it would be installed, but for the folder of the programs and the page of a manual that is not
+// installed.
+TEST_F(ReloadTest, SystemdAcceptsTheUnit) {
+  if (std::system("command -v systemd-analyze > /dev/null 2>&1") != 0)
+    GTEST_SKIP() << "systemd is not installed";
+  const std::filesystem::path file = test::build_dir() / "generated/daemon/terraced.service";
+  if (!std::filesystem::exists(file)) GTEST_SKIP() << "the build's files are not here";
+  const std::string bin = (test::build_dir() / "bin").string();
+  std::istringstream installed(test::text_of(file));
+  std::string unit;
+  for (std::string line; std::getline(installed, line);) {
+    const std::size_t program = line.find('=') + 1;
+    const std::size_t name = line.rfind('/', line.find(' '));
+    if (line.rfind("Exec", 0) == 0) line.replace(program, name - program, bin);
+    if (line.rfind("Documentation=", 0) != 0) unit += line + "\n";
+  }
+  EXPECT_NE(unit.find("ExecReload=" + bin + "/terrace reload"), std::string::npos) << unit;
+  ChildProcess verify({"systemd-analyze", "verify", folder_.write("terraced.service", unit)});
+  EXPECT_EQ(verify.wait(), 0) << verify.err();
 }
 
 }  // namespace
