@@ -163,7 +163,10 @@ Result<HostHandlePool::Handle> HostHandlePool::create_on_a_node(Bytes size) {
     const Nanoseconds began = steady_clock().now();
     auto physical = device_.create_host_physical(size, node);
     metrics().add<Metric::kPinSeconds>(steady_clock().now() - began);
-    if (physical) return Handle{.physical = *physical, .size = size, .node = node};
+    if (physical) {
+      metrics().add<Metric::kPinnedBytes>(size);
+      return Handle{.physical = *physical, .size = size, .node = node};
+    }
     why = std::move(physical).error();
   }
   return *std::move(why);

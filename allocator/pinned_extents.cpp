@@ -213,6 +213,7 @@ Result<Address> PinnedExtents::grow(Bytes span) {
   const std::lock_guard lock(mutex_);
   const Address base = (*slab)->base();
   const Bytes size = (*slab)->size();
+  metrics().add<Metric::kPinnedBytes>(size);
   mapped_ += size;
   mapped_peak_ = std::max(mapped_peak_, mapped_);
   slabs_.emplace(base, Slab{.memory = std::move(slab).value(), .free = size});

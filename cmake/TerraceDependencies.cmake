@@ -12,6 +12,10 @@ find_package(prometheus-cpp CONFIG REQUIRED)
 find_package(CLI11 CONFIG REQUIRED)
 find_package(spdlog CONFIG REQUIRED)
 find_package(nlohmann_json CONFIG REQUIRED)
+find_package(civetweb CONFIG REQUIRED)
+find_package(OpenSSL REQUIRED)
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+find_file(TERRACE_CHART_LIBRARY chart.min.js PATHS /usr/share/javascript/chart.js REQUIRED)  # for the daemon's page
 find_package(GTest REQUIRED)
 find_package(benchmark CONFIG REQUIRED)
 find_library(TERRACE_JEMALLOC_ARCHIVE jemalloc_pic REQUIRED)  # as it is packaged: bench/ measures it

@@ -95,6 +95,9 @@ Result<Server::Options> serve_options(const ServeCommandLine& line) {
   Server::Options options;
   options.socket = *socket;
   options.listen = line.listen.empty() ? policy->metrics.listen : line.listen;
+  options.tls_cert = policy->metrics.tls_cert;
+  options.tls_key = policy->metrics.tls_key;
+  options.auth_file = policy->metrics.auth_file;
   static_cast<ClientRegistry::Limits&>(options.registry) = live->limits;
   options.registry.numa = numa_memory();
   options.access = live->access;

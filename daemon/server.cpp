@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "daemon/exposition.hpp"
 #include "daemon/server_impl.hpp"
 #include "daemon/version.hpp"
 
@@ -45,7 +44,12 @@ Status Server::Impl::prepare() {
   count_own_metrics();
   facts = {::getpid(), kVersion, options.socket, {}};
   if (options.listen.empty()) return {};
-  auto opened = MetricsServer::open(options.listen, {std::make_shared<Exposition>(clients), own});
+  auto opened = MetricsServer::open({.listen = options.listen,
+                                     .tls_cert = options.tls_cert,
+                                     .tls_key = options.tls_key,
+                                     .auth_file = options.auth_file,
+                                     .version = kVersion},
+                                    clients, {own});
   if (!opened) return opened.error();
   http = std::move(*opened);
   facts.listen = http->address();

@@ -23,7 +23,8 @@ class Server {
   };
   struct Options {
     std::string socket;
-    std::string listen;  // "127.0.0.1:9464"; port 0: any; empty: no HTTP
+    std::string listen;                        // "127.0.0.1:9464"; port 0: any; empty: no HTTP
+    std::string tls_cert, tls_key, auth_file;  // as MetricsServer::Options
     ClientRegistry::Options registry;
     AccessRules access;                                       // the owner is whoever runs the daemon
     std::function<Result<Live>()> reread;                     // the policy, anew; empty: a reload is refused

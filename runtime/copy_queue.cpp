@@ -292,6 +292,7 @@ Status CopyQueue::submit(const CopyJobRef& job, Event after) {
   }
   if (sent.ok()) {
     job->given_out = true;
+    metrics().add<Metric::kTransfers>(parts_.direction, job->reason, 1);
     metrics().add<Metric::kTransferBytes>(parts_.direction, job->reason, job->bytes - job->rest);
     if (job->on_done != nullptr) ++awaited_;
     report_if_over(job);

@@ -205,6 +205,24 @@ const char* name_of(FallbackReason reason) {
   return index < kNames.size() ? kNames[index] : "?";
 }
 
+const char* name_of(KeptContent content) { return content == KeptContent::kSaved ? "saved" : "output"; }
+
+const char* name_of(KeptState state) {
+  switch (state) {
+    case KeptState::kSettled:
+      return "settled";
+    case KeptState::kLeaving:
+      return "leaving";
+    case KeptState::kArriving:
+      return "arriving";
+  }
+  return "?";
+}
+
+const char* name_of(Estimate estimate) { return estimate == Estimate::kPredicted ? "predicted" : "measured"; }
+const char* name_of(StreamedOutcome found) { return found == StreamedOutcome::kFound ? "found" : "loaded"; }
+const char* name_of(RingSlotState state) { return state == RingSlotState::kFree ? "free" : "held"; }
+
 void MetricsPage::clear() {
   for (Slot& slot : slots_) slot.store(0, std::memory_order_relaxed);
 }
@@ -273,9 +291,9 @@ std::string metrics_document() {
       "`runtime/metrics.def` by `terrace metrics-doc`; a test keeps it current.\n\n"
       "## Of the jobs\n\n"
       "Counted by each training process in a page that it shares with `terraced`, and added up by `job`.\n"
-      "Counters keep what ended processes have counted. `terrace_tier_peak_bytes` is the largest of a job's\n"
-      "processes; other gauges are summed over them. At most 64 jobs have a label of their own; later ones\n"
-      "share `other`.\n\n"
+      "Counters keep what ended processes have counted. Of gauges named `..._peak_bytes` the largest of a\n"
+      "job's processes is shown; other gauges are summed over them. At most 64\n"
+      "jobs have a label of their own; later ones share `other`.\n\n"
       "| name | type | unit | labels | meaning |\n|---|---|---|---|---|\n";
   for (const MetricInfo& info : kTable) {
     append_row(text, info.name, info.type, info.unit, label_cell(info), info.help);

@@ -65,12 +65,22 @@ enum class FallbackReason : std::uint8_t {
   kNotBack,
 };
 inline constexpr int kFallbackReasonCount = 12;
+enum class KeptContent : std::uint8_t { kSaved = 0, kOutput };
+enum class KeptState : std::uint8_t { kSettled = 0, kLeaving, kArriving };  // as HBM sees it
+enum class Estimate : std::uint8_t { kPredicted = 0, kMeasured };
+enum class StreamedOutcome : std::uint8_t { kFound = 0, kLoaded };
+enum class RingSlotState : std::uint8_t { kFree = 0, kHeld };
 [[nodiscard]] const char* name_of(FallbackReason reason);  // "step_cancelled", "layer_order", ...
 [[nodiscard]] const char* name_of(MetricKind kind);        // "matmul", "gmm", "attention", "scan"
 [[nodiscard]] const char* name_of(FetchOutcome outcome);   // "hit", "miss", "late"
 [[nodiscard]] const char* name_of(StallReason reason);     // "restore_late", "spill_backpressure", ...
 [[nodiscard]] const char* name_of(ExpertWord word);        // "layer", "router"
 [[nodiscard]] const char* name_of(CallGroup group);        // "allocate", "free", ...
+[[nodiscard]] const char* name_of(KeptContent content);    // "saved", "output"
+[[nodiscard]] const char* name_of(KeptState state);        // "settled", "leaving", "arriving"
+[[nodiscard]] const char* name_of(Estimate estimate);      // "predicted", "measured"
+[[nodiscard]] const char* name_of(StreamedOutcome found);  // "found", "loaded"
+[[nodiscard]] const char* name_of(RingSlotState state);    // "free", "held"
 
 namespace detail {
 inline constexpr int kFaultPointCount = 0
@@ -98,6 +108,11 @@ TERRACE_LABEL(StallReason, "reason", 7)
 TERRACE_LABEL(ExpertWord, "load", 2)
 TERRACE_LABEL(CallGroup, "call_group", 8)
 TERRACE_LABEL(FallbackReason, "reason", kFallbackReasonCount)
+TERRACE_LABEL(KeptContent, "content", 2)
+TERRACE_LABEL(KeptState, "state", 3)
+TERRACE_LABEL(Estimate, "estimate", 2)
+TERRACE_LABEL(StreamedOutcome, "outcome", 2)
+TERRACE_LABEL(RingSlotState, "state", 2)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)
 #undef TERRACE_LABEL
 

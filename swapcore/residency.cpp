@@ -410,6 +410,19 @@ Bytes ResidencyStore::ddr_bytes(EntryKey::What what) const {
   return held;
 }
 
+std::array<ResidencyStore::ByState, 2> ResidencyStore::bytes_by_state() const {
+  std::array<ByState, 2> held;
+  for (const auto& [key, entry] : entries_) {
+    const KeptState state = entry.state == Residency::kLeaving    ? KeptState::kLeaving
+                            : entry.state == Residency::kArriving ? KeptState::kArriving
+                                                                  : KeptState::kSettled;
+    ByState& of_content = held[static_cast<std::size_t>(key.what)];
+    if (entry.hbm) of_content.hbm[static_cast<std::size_t>(state)] += entry.size;
+    if (entry.ddr) of_content.ddr[static_cast<std::size_t>(state)] += entry.size;
+  }
+  return held;
+}
+
 std::optional<EntryKey> ResidencyStore::farthest_in_hbm(EntryKey::What what) const {
   for (const auto& [key, entry] : entries_) {
     if (key.what == what && entry.state == Residency::kInHbm) return key;

@@ -15,6 +15,7 @@
 // where the bytes still are: a spill in HBM, a restore in DDR.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <cstdint>
 #include <functional>
@@ -114,6 +115,12 @@ class ResidencyStore {
   [[nodiscard]] Bytes hbm_bytes(EntryKey::What what) const;
   // Bytes of DDR that entries of that kind hold: leaving, in_ddr, arriving.
   [[nodiscard]] Bytes ddr_bytes(EntryKey::What what) const;
+
+  // Bytes that entries hold in the two tiers, settled, on their way out or on their way in.
+  struct ByState {
+    std::array<Bytes, 3> hbm, ddr;  // by KeptState
+  };
+  [[nodiscard]] std::array<ByState, 2> bytes_by_state() const;  // by EntryKey::What
 
   // What became of a take() or a depart() that found its copy in flight.
   struct Wait {

@@ -101,6 +101,9 @@ Status Session::Impl::open_pools() {
   store = std::move(entries).value();
   metrics().set<Metric::kBudgetBytes>(TierId::kHbm, budgets.hbm);
   metrics().set<Metric::kBudgetBytes>(TierId::kDdr, budgets.ddr);
+  h2d_rate = device.info().h2d_bytes_per_second;
+  d2h_rate = device.info().d2h_bytes_per_second;
+  publish_link_rates();
   return {};
 }
 
@@ -178,17 +181,48 @@ Error Session::Impl::explain(const Error& refusal) const {
   return Error{refusal.code, std::move(text), refusal.bytes, refusal.pool};
 }
 
-void Session::Impl::publish_usage() const {
+void Session::Impl::publish_usage() {
   if (hbm == nullptr || ddr == nullptr) return;
   const PoolUsage in_hbm = hbm->usage();
   const PoolUsage in_ddr = ddr->usage();
+  if (in_hbm.live > fullest_hbm.live) {
+    fullest_hbm = in_hbm;
+    if (store != nullptr) publish_residency();
+  }
+  if (in_ddr.live > fullest_ddr.live) fullest_ddr = in_ddr;
   for (int i = 0; i < kPoolCount; ++i) {
     const auto index = static_cast<std::size_t>(i);
     metrics().set<Metric::kTierBytes>(TierId::kHbm, static_cast<Pool>(i), in_hbm.live_by_pool[index]);
     metrics().set<Metric::kTierBytes>(TierId::kDdr, static_cast<Pool>(i), in_ddr.live_by_pool[index]);
   }
+  metrics().set<Metric::kTierMappedBytes>(TierId::kHbm, in_hbm.mapped);
+  metrics().set<Metric::kTierMappedBytes>(TierId::kDdr, in_ddr.mapped);
   metrics().set<Metric::kTierPeakBytes>(TierId::kHbm, std::max(hbm_peak, in_hbm.mapped_peak));
   metrics().set<Metric::kTierPeakBytes>(TierId::kDdr, std::max(ddr_peak, in_ddr.mapped_peak));
+}
+
+// The host is through with a step long before the device: what a scrape finds of the moment is nearly always
+// a step's end, when nothing is kept. This stays to be seen for a whole step.
+void Session::Impl::publish_step() const {
+  for (int i = 0; i < kPoolCount; ++i) {
+    const auto index = static_cast<std::size_t>(i);
+    const auto pool = static_cast<Pool>(i);
+    metrics().set<Metric::kStepTierBytes>(TierId::kHbm, pool, fullest_hbm.live_by_pool[index]);
+    metrics().set<Metric::kStepTierBytes>(TierId::kDdr, pool, fullest_ddr.live_by_pool[index]);
+  }
+}
+
+void Session::Impl::publish_residency() const {
+  static_assert(static_cast<int>(KeptContent::kOutput) == static_cast<int>(EntryKey::What::kOutput));
+  const auto held = store->bytes_by_state();
+  for (const KeptContent content : {KeptContent::kSaved, KeptContent::kOutput}) {
+    for (const KeptState state : {KeptState::kSettled, KeptState::kLeaving, KeptState::kArriving}) {
+      const ResidencyStore::ByState& bytes = held[static_cast<std::size_t>(content)];
+      const auto index = static_cast<std::size_t>(state);
+      metrics().set<Metric::kResidencyBytes>(TierId::kHbm, content, state, bytes.hbm[index]);
+      metrics().set<Metric::kResidencyBytes>(TierId::kDdr, content, state, bytes.ddr[index]);
+    }
+  }
 }
 
 Result<BlockRef> Session::allocate(Bytes size, Pool pool) {

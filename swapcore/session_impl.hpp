@@ -69,8 +69,9 @@ struct Session::Impl {
   } needed;
   Bytes hbm_needed;  // without any cached output, as far as is known; zero: not yet
   Bytes ddr_needed;
-  Bytes missed_room;         // what the trainer asked for in vain since the plan was made
-  Bytes hbm_peak, ddr_peak;  // most that was held before the last reset_peaks()
+  Bytes missed_room;                   // what the trainer asked for in vain since the plan was made
+  Bytes hbm_peak, ddr_peak;            // most that was held before the last reset_peaks()
+  PoolUsage fullest_hbm, fullest_ddr;  // of this step's layer boundaries, each the one with most live bytes
   std::uint64_t step = 0;
   bool running = false;  // between begin_step and end_step
   StepSchedule schedule;
@@ -121,7 +122,10 @@ struct Session::Impl {
   [[nodiscard]] bool free_something();
   [[nodiscard]] bool make_room(const Error& refusal);
   [[nodiscard]] Error explain(const Error& refusal) const;
-  void publish_usage() const;
+  void publish_usage();
+  void publish_step() const;
+  void publish_residency() const;
+  void publish_link_rates() const;
 
   // session_step.cpp
   [[nodiscard]] bool caching() const { return policy.swapcore.mode != SwapMode::kOff && !switched_off; }
@@ -166,6 +170,7 @@ struct Session::Impl {
   void end_timing();
   [[nodiscard]] std::optional<Prediction::Measured> timed_step();
   void learn_from_the_last_step();
+  void publish_prediction(const Prediction::Measured& last) const;
   [[nodiscard]] bool note_late_trips();
   void forget_timing();
   [[nodiscard]] bool rules_change() const;

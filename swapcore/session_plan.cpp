@@ -26,6 +26,11 @@ double rate(double seconds) { return static_cast<double>(kProbeSize.count()) / s
 
 }  // namespace
 
+void Session::Impl::publish_link_rates() const {
+  metrics().set<Metric::kLinkRate>(Direction::kH2D, Bytes(static_cast<std::uint64_t>(h2d_rate)));
+  metrics().set<Metric::kLinkRate>(Direction::kD2H, Bytes(static_cast<std::uint64_t>(d2h_rate)));
+}
+
 // The rates of the link, asked of the device or measured once by a copy each way.
 Status Session::Impl::measure_link() {
   h2d_rate = device.info().h2d_bytes_per_second;
@@ -82,6 +87,7 @@ void Session::Impl::measure() {
   profile->enter(StepProfile::Phase::kEnd, 0, take_peak());
   const bool finished = device.synchronize(compute).ok();
   if (!measure_link()) h2d_rate = d2h_rate = 0;  // nothing travels then: a plan for HBM alone
+  publish_link_rates();
   Snapshot snapshot = profile->summarize(sites);
   profile.reset();
   if (!finished || snapshot.layers.size() < layer_sites.size()) {
@@ -213,6 +219,7 @@ void Session::Impl::learn_from_the_last_step() {
   const auto last = timed_step();
   if (last) {
     measure_link_use();
+    publish_prediction(*last);
     drift.add(last->step_seconds, last->stall_seconds);
   }
   if (!plan) return;
@@ -224,6 +231,21 @@ void Session::Impl::learn_from_the_last_step() {
   } else if (last && (note_missed_room() || (drift.often_late() && note_late_trips()))) {
     make_next_plan();
   }
+}
+
+// Once for each step that ran by a plan and was timed.
+void Session::Impl::publish_prediction(const Prediction::Measured& last) const {
+  const Prediction& prediction = plan->prediction;
+  MetricsPage& page = metrics();
+  page.add<Metric::kPlannedSteps>(1);
+  page.add<Metric::kPlannedStepSeconds>(Estimate::kPredicted, prediction.step_seconds);
+  page.add<Metric::kPlannedStepSeconds>(Estimate::kMeasured, last.step_seconds);
+  page.add<Metric::kPlannedStallSeconds>(Estimate::kPredicted, prediction.stall_seconds);
+  page.add<Metric::kPlannedStallSeconds>(Estimate::kMeasured, last.stall_seconds);
+  page.set<Metric::kPlannedPeakBytes>(TierId::kHbm, Estimate::kPredicted, prediction.hbm_peak);
+  page.set<Metric::kPlannedPeakBytes>(TierId::kHbm, Estimate::kMeasured, last.hbm_peak);
+  page.set<Metric::kPlannedPeakBytes>(TierId::kDdr, Estimate::kPredicted, prediction.ddr_peak);
+  page.set<Metric::kPlannedPeakBytes>(TierId::kDdr, Estimate::kMeasured, last.ddr_peak);
 }
 
 // Where the trainer found no room although the plan had left it, fragments are larger than was thought.

@@ -45,6 +45,7 @@ void Session::begin_step() {
   self.running = true;
   self.begin_schedule();
   self.hbm->take_watermark();
+  self.fullest_hbm = self.fullest_ddr = {};
   if (self.spans.watched()) self.spans.step(self.step, self.levels());
   if (self.profile) self.profile->enter(StepProfile::Phase::kBegin, 0, 0_B);
   self.begin_timing();
@@ -70,6 +71,7 @@ void Session::Impl::enter(StepProfile::Phase phase, int layer, std::uint32_t mic
   if (asked.load(std::memory_order_relaxed)) give_way();
   if (spans.watched()) spans.position(name_of_position(phase, layer, micro_batch), levels());
   if (profile) profile->enter(phase, layer, take_peak());
+  publish_usage();
   if (!running || !caching()) return;
   mark_window(phase, layer);
   note_deviation(schedule.enter(pass_of(phase), layer, micro_batch));
@@ -351,6 +353,7 @@ void Session::end_step() {
   self.profile.reset();  // of a step without backward: the next is measured in its place
   self.collect_waits();
   self.publish_usage();
+  self.publish_step();
   self.spans.end_step();
   self.running = false;
   metrics().add<Metric::kSteps>(1);

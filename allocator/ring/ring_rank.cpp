@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "runtime/assert.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 
@@ -46,7 +47,28 @@ RingRank::~RingRank() {
   if (forked_) device_.destroy_event(*forked_);
   if (side_) device_.destroy_stream(*side_);
   if (pinned_) device_.unpin(reinterpret_cast<Address>(report_.get()), Bytes(kPage));
-  if (block_) (void)pool_.free_completed(*block_);  // refused in a forked child alone, which has no device
+  if (!block_) return;
+  metrics().subtract<Metric::kRingSlots>(RingSlotState::kHeld, window_.held() * peers());
+  metrics().subtract<Metric::kRingSlots>(RingSlotState::kFree, (layout_.slots - window_.held()) * peers());
+  (void)pool_.free_completed(*block_);  // refused in a forked child alone, which has no device
+}
+
+void RingRank::pass() {
+  window_.pass();
+  metrics().add<Metric::kRingExchanges>(1);
+}
+
+void RingRank::hold() {
+  window_.hold();
+  metrics().add<Metric::kRingExchanges>(1);
+  metrics().subtract<Metric::kRingSlots>(RingSlotState::kFree, peers());
+  metrics().add<Metric::kRingSlots>(RingSlotState::kHeld, peers());
+}
+
+void RingRank::give_back() {
+  window_.release();
+  metrics().subtract<Metric::kRingSlots>(RingSlotState::kHeld, peers());
+  metrics().add<Metric::kRingSlots>(RingSlotState::kFree, peers());
 }
 
 Status RingRank::choose_shape() {
@@ -72,6 +94,7 @@ Status RingRank::reserve(Stream stream) {
   auto block = pool_.allocate(stream, memory_size(), Pool::kComm);
   if (!block.ok()) return std::move(block).error();
   block_ = *block;
+  metrics().add<Metric::kRingSlots>(RingSlotState::kFree, layout_.slots * peers());
   note(stream);
   report_.reset(static_cast<RingReport*>(std::aligned_alloc(kPage, kPage)));
   if (report_ == nullptr) {
@@ -156,7 +179,7 @@ Status RingRank::exchange(Stream stream, const RingParts& parts, const RingRoom&
   exchange.receive_size = room.size.count();
   exchange.receive_bytes = room.counts;
   Status queued = queue(stream, exchange);
-  if (queued.ok()) window_.pass();
+  if (queued.ok()) pass();
   return queued;
 }
 
@@ -172,7 +195,7 @@ Result<RingTicket> RingRank::exchange_in_place(Stream stream, const RingParts& p
   exchange.receive_bytes = counts;
   if (Status queued = queue(stream, exchange); !queued.ok()) return queued.error();
   const RingTicket ticket{.sequence = window_.next()};
-  window_.hold();
+  hold();
   return ticket;
 }
 
@@ -187,7 +210,7 @@ Status RingRank::release(Stream stream, RingTicket ticket) {
   RingExchange exchange = prepare(RingStep::kRelease);
   exchange.sequence = ticket.sequence;
   Status queued = queue(stream, exchange);
-  if (queued.ok()) window_.release();
+  if (queued.ok()) give_back();
   return queued;
 }
 
@@ -228,7 +251,7 @@ Status RingRank::exchange_slots(Stream stream, const RingEqualParts& parts) {
   exchange.receive = parts.receive;
   exchange.receive_size = exchange.send_size;
   Status queued = queue(stream, exchange);
-  if (queued.ok()) window_.pass();
+  if (queued.ok()) pass();
   return queued;
 }
 
@@ -239,7 +262,7 @@ Status RingRank::exchange_direct(Stream stream, const RingEqualParts& parts) {
   for (std::uint32_t rank = 0; rank < layout_.ranks; ++rank)
     exchange.direct[rank] = direct_->data[rank].load(std::memory_order_acquire);
   Status queued = queue(stream, exchange);
-  if (queued.ok()) window_.pass();
+  if (queued.ok()) pass();
   return queued;
 }
 
@@ -256,7 +279,7 @@ Status RingRank::exchange_by_engines(Stream stream, const RingEqualParts& parts)
   exchange.step = RingStep::kClose;
   if (done.ok()) done = device_.exchange(stream, exchange);
   if (done.ok()) {
-    window_.pass();
+    pass();
     return {};
   }
   failed_ = done;

@@ -121,6 +121,11 @@ class RingRank {
   [[nodiscard]] Status choose_shape();
   void finish();  // waits for its streams
   void note(Stream stream);
+  [[nodiscard]] std::uint64_t peers() const { return layout_.ranks - 1; }
+  // The window's moves, counted.
+  void pass();
+  void hold();
+  void give_back();
   [[nodiscard]] Status usable() const;
   [[nodiscard]] RingExchange prepare(RingStep step) const;
   [[nodiscard]] Status queue(Stream stream, const RingExchange& exchange);

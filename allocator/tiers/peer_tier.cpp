@@ -190,6 +190,7 @@ Result<std::shared_ptr<TierTransfer>> PeerTier::Impl::copy(CopyReason reason, co
     (void)device.synchronize(stream);
     return queued.error();
   }
+  metrics().add<Metric::kTransfers>(Direction::kPeer, reason, 1);
   metrics().add<Metric::kTransferBytes>(Direction::kPeer, reason, piece.size);
   return std::shared_ptr<TierTransfer>(std::make_shared<PeerTransfer>(
       device, reason, std::move(started).value(), std::move(finished).value()));

@@ -107,6 +107,7 @@ struct Policy {
   } optimizer;
   struct Metrics {
     std::string listen = "127.0.0.1:9464";
+    std::string tls_cert, tls_key, auth_file;  // absolute paths; empty: HTTP, for whoever reaches the address
   } metrics;
   struct Daemon {
     std::string socket = "/run/terrace/terraced.sock";

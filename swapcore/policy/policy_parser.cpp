@@ -254,6 +254,28 @@ class PolicyParser {
         reader.problem(*listen.position, "listen", in_quotes(listen.value) + " " + *fault);
     }
     policy_.metrics.listen = listen.value;
+    const auto certificate = file_in(reader, "tls_cert", policy_.metrics.tls_cert);
+    const auto key = file_in(reader, "tls_key", policy_.metrics.tls_key);
+    (void)file_in(reader, "auth_file", policy_.metrics.auth_file);
+    if (policy_.metrics.tls_cert.empty() == policy_.metrics.tls_key.empty()) return;
+    const bool first = !policy_.metrics.tls_cert.empty();
+    if (const auto at = first ? certificate : key)
+      reader.problem(*at, first ? "tls_cert" : "tls_key",
+                     first ? "has no key beside it; name the key's PEM file in metrics.tls_key"
+                           : "has no certificate beside it; name its PEM file in metrics.tls_cert");
+  }
+
+  // An absolute path, or nothing. Where the file names it.
+  static std::optional<Position> file_in(const SectionReader& reader, std::string_view key,
+                                         std::string& file) {
+    const auto read = reader.text(key, file);
+    const bool plain =
+        read.value.empty() || (read.value.front() == '/' && read.value.find('\0') == std::string::npos);
+    if (read.position && !plain)
+      reader.problem(*read.position, key,
+                     in_quotes(read.value) + " is not absolute; use a path that begins with /");
+    if (plain) file = read.value;
+    return read.position;
   }
 
   void read_daemon(const SectionReader& reader) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "runtime/assert.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 
@@ -296,12 +297,14 @@ Result<std::span<const Address>> SlotRing::acquire(ItemId id, Fill fill) {
   Item& item = items_[id.index];
   if (has_all_wanted(item)) {
     ++counters_.found;
+    metrics().add<Metric::kStreamedUses>(parts_.reason, StreamedOutcome::kFound, 1);
   } else {
     Slot* const slot = item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot({});
     TERRACE_CHECK(slot != nullptr, "fewer items are in use than the ring has slots");
     TERRACE_CHECK(item.slot < 0 || slot->state != State::kInUse,
                   "an item is acquired once before it is released");
     if (fill == Fill::kFromHome) {
+      metrics().add<Metric::kStreamedUses>(parts_.reason, StreamedOutcome::kLoaded, 1);
       if (Status brought = bring(*slot, id); !brought) return brought.error();
     } else {
       give_up(*slot);

@@ -9,6 +9,7 @@
 
 #include "runtime/emulated/emulated_device.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
@@ -37,7 +38,9 @@ TEST_F(HostHandlePoolTest, OnlyNodesThatWorkAreAskedAndInTurn) {
   {
     const auto pool = std::move(make(64_MiB, {5, 1, 0})).value();
     EXPECT_THAT(pool->nodes(), ElementsAre(1, 0));
+    const std::uint64_t pinned = metrics().value<Metric::kPinnedBytes>();
     const auto a = *pool->take(1_B);
+    EXPECT_EQ(Bytes(metrics().value<Metric::kPinnedBytes>() - pinned), a.size);
     const auto b = *pool->take(1_MiB);
     EXPECT_EQ(a.size, 1_MiB);
     EXPECT_NE(a.node, b.node);

@@ -29,7 +29,10 @@ class PinnedExtentsTest : public testing::Test {
 
 TEST_F(PinnedExtentsTest, TheSameBytesComeBackWithoutPinning) {
   auto extents = make(64_MiB);
+  const auto pinned = [] { return metrics().value<Metric::kPinnedBytes>(); };
+  const std::uint64_t before = pinned();
   const Address first = *extents.take(700_KiB);
+  EXPECT_EQ(Bytes(pinned() - before), extents.mapped());
   extents.give(first, 700_KiB);
   ScopedFaults no_more(fail_call(1));
   EXPECT_EQ(*extents.take(700_KiB), first);

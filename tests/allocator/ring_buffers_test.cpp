@@ -9,6 +9,7 @@
 #include "allocator/ring/ring_rank.hpp"
 #include "runtime/emulated/emulated_device.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 #include "tests/allocator/ring_world.hpp"
 
 namespace terrace {
@@ -217,13 +218,17 @@ class RingOfTwo : public testing::Test {
 };
 
 TEST_F(RingOfTwo, TakesItsMemoryFromTheCommPoolAndGivesItBack) {
+  const auto slots = [] { return metrics().value<Metric::kRingSlots>(RingSlotState::kFree); };
+  const std::uint64_t slots_before = slots();
   const Bytes before = world_.pool(0).usage().live;
   expect_ok(world_.make_ring(small_ring()));
+  EXPECT_EQ(slots() - slots_before, 2U * small_ring().slots) << "one peer each";
   const PoolUsage usage = world_.pool(0).usage();
   EXPECT_EQ(usage.live_by_pool[static_cast<std::size_t>(Pool::kComm)],
             round_up(RingBuffers::bytes_per_rank(small_ring(), 2), 512_B));
   EXPECT_EQ(world_.pool(0).find(world_.ring(0).memory())->pool, Pool::kComm);
   world_.drop_ring();
+  EXPECT_EQ(slots(), slots_before);
   EXPECT_EQ(world_.pool(0).usage().live, before);
 }
 
@@ -272,10 +277,14 @@ TEST_F(RingOfTwo, WhatIsHeldInPlaceIsReleasedInOrderAndBeforeAnythingElse) {
   expect_ok(world_.make_ring(options));
   world_.fill_equal(1000, 1);
   std::vector<std::vector<RingTicket>> tickets(2);
+  const auto held = [] { return metrics().value<Metric::kRingSlots>(RingSlotState::kHeld); };
+  const auto begun = [] { return metrics().value<Metric::kRingExchanges>(); };
+  const std::uint64_t held_before = held(), begun_before = begun();
   for (std::uint32_t rank = 0; rank < 2; ++rank) {
     RingRank& ring = world_.ring(rank);
     for (int i = 0; i < 2; ++i)
       tickets[rank].push_back(*ring.exchange_in_place(world_.stream(rank), world_.parts(rank), nullptr));
+    EXPECT_EQ(held() - held_before, 2U);
     EXPECT_EQ(ring.exchange_in_place(world_.stream(rank), world_.parts(rank), nullptr).error().code,
               Errc::kInvalidArgument)
         << "both slots are held";
@@ -284,8 +293,10 @@ TEST_F(RingOfTwo, WhatIsHeldInPlaceIsReleasedInOrderAndBeforeAnythingElse) {
     EXPECT_NE(ring.part(tickets[rank][0], 1 - rank), ring.part(tickets[rank][1], 1 - rank));
     for (const RingTicket ticket : tickets[rank]) expect_ok(ring.release(world_.stream(rank), ticket));
     EXPECT_EQ(ring.release(world_.stream(rank), tickets[rank][1]).error().code, Errc::kInvalidArgument);
+    EXPECT_EQ(held(), held_before);
   }
   exchange_both();
+  EXPECT_EQ(begun() - begun_before, 6U) << "what was refused does not count";
   world_.finish();
   world_.expect_received(0);
 }

@@ -144,25 +144,36 @@ struct HttpAnswer {
   std::string body;
 };
 
-// GET http://ADDRESS/path, where ADDRESS is "127.0.0.1:PORT".
-inline HttpAnswer http_get(const std::string& address, const std::string& path) {
+// A connection to "127.0.0.1:PORT"; not valid where nobody listens.
+inline OwnedFd connect_to(const std::string& address) {
   const std::size_t colon = address.rfind(':');
-  if (colon == std::string::npos) return {};
-  const OwnedFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (colon == std::string::npos) return OwnedFd();
+  OwnedFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   timeval patience{kPatience.count(), 0};
   ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
   sockaddr_in target{};
   target.sin_family = AF_INET;
   target.sin_port = htons(static_cast<std::uint16_t>(std::atoi(address.c_str() + colon + 1)));
   ::inet_pton(AF_INET, address.substr(0, colon).c_str(), &target.sin_addr);
-  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&target), sizeof target) != 0) return {};
-  const std::string request = "GET " + path + " HTTP/1.0\r\nHost: " + address + "\r\n\r\n";
-  if (::send(socket.get(), request.data(), request.size(), MSG_NOSIGNAL) < 0) return {};
+  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&target), sizeof target) != 0) return OwnedFd();
+  return socket;
+}
+
+// What comes back for these bytes until the server hangs up.
+inline std::string raw_http(const std::string& address, const std::string& request) {
+  const OwnedFd socket = connect_to(address);
+  if (!socket.valid() || ::send(socket.get(), request.data(), request.size(), MSG_NOSIGNAL) < 0) return {};
   std::string reply;
   char buffer[4096];
   for (ssize_t got = 0; (got = ::recv(socket.get(), buffer, sizeof buffer, 0)) > 0;) {
     reply.append(buffer, static_cast<std::size_t>(got));
   }
+  return reply;
+}
+
+// GET http://ADDRESS/path, where ADDRESS is "127.0.0.1:PORT".
+inline HttpAnswer http_get(const std::string& address, const std::string& path) {
+  const std::string reply = raw_http(address, "GET " + path + " HTTP/1.0\r\nHost: " + address + "\r\n\r\n");
   const std::size_t end = reply.find("\r\n\r\n");
   const std::size_t space = reply.find(' ');
   if (end == std::string::npos || space == std::string::npos) return {};

@@ -51,6 +51,7 @@ TEST_F(CopyEngineTest, ABatchIsDoneWhenItsTicketIs) {
   EXPECT_EQ(metrics().value<Metric::kTransferSeconds>(Direction::kD2H, CopyReason::kSpill),
             detail::nanoseconds_of(seconds));
   EXPECT_EQ(moved(Direction::kD2H, CopyReason::kSpill), 2 * kBlock);
+  EXPECT_EQ(metrics().value<Metric::kTransfers>(Direction::kD2H, CopyReason::kSpill), 1U) << "a batch is one";
   EXPECT_EQ(moved(Direction::kD2H, CopyReason::kRestore), 0_B);
   EXPECT_EQ(moved(Direction::kH2D, CopyReason::kSpill), 0_B);
 }

@@ -100,6 +100,16 @@ socket = "/tmp/t.sock"
   EXPECT_EQ(p.daemon.socket, "/tmp/t.sock");
 }
 
+TEST(Policy, NamesTheFilesOfTheHttpServer) {
+  const Policy p = policy(R"([metrics]
+tls_cert = "/etc/terrace/node.pem"
+tls_key = "/etc/terrace/node.key"
+auth_file = "/etc/terrace/readers")");
+  EXPECT_EQ(p.metrics.tls_cert, "/etc/terrace/node.pem");
+  EXPECT_EQ(p.metrics.tls_key, "/etc/terrace/node.key");
+  EXPECT_EQ(p.metrics.auth_file, "/etc/terrace/readers");
+}
+
 TEST(Policy, HugePagesAreASwitchOrExplicit) {
   EXPECT_EQ(policy("").ddr.hugepages, HugePages::kTransparent);
   EXPECT_EQ(policy("[ddr]\nhugepages = true").ddr.hugepages, HugePages::kTransparent);

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 #include "tests/swapcore/tiers_fixture.hpp"
 
 namespace terrace {
@@ -39,7 +40,15 @@ TEST(Residency, ASpilledEntryFreesHbmAndReturnsTheSameBytes) {
   tiers.store->keep(key(0), tiers.filled(3_MiB, 42));
   ASSERT_TRUE(tiers.store->spill(key(0)));
   EXPECT_EQ(*tiers.store->state(key(0)), Residency::kLeaving);
+  const auto held = [&](KeptState state) {
+    const auto& outputs = tiers.store->bytes_by_state()[static_cast<std::size_t>(EntryKey::What::kOutput)];
+    return std::pair(outputs.hbm[static_cast<std::size_t>(state)],
+                     outputs.ddr[static_cast<std::size_t>(state)]);
+  };
+  EXPECT_EQ(held(KeptState::kLeaving), std::pair(3_MiB, 3_MiB)) << "in both tiers until it has left";
   let_it_leave(tiers, key(0));
+  EXPECT_EQ(held(KeptState::kLeaving), std::pair(0_B, 0_B));
+  EXPECT_EQ(held(KeptState::kSettled), std::pair(0_B, 3_MiB));
   EXPECT_EQ(tiers.hbm->usage().live, 0_B);
   EXPECT_EQ(tiers.ddr->usage().live, 3_MiB);
   ASSERT_TRUE(tiers.store->restore(key(0)));

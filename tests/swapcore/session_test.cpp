@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 #include "tests/swapcore/session_fixture.hpp"
 
 namespace terrace {
@@ -109,6 +110,22 @@ TEST_F(SessionTest, ThePlanSaysWhatItsStepsTakeAndHold) {
   EXPECT_GE(prediction.hbm_peak, kOutput * kLayers);
   const auto error = session_->prediction_error();
   ASSERT_TRUE(error);
+  // The step is known to have been by the plan when the next begins.
+  const auto seconds = [](Estimate estimate) {
+    return metrics().value<Metric::kPlannedStepSeconds>(estimate);
+  };
+  const std::uint64_t steps = metrics().value<Metric::kPlannedSteps>(),
+                      predicted = seconds(Estimate::kPredicted);
+  const std::uint64_t measured = seconds(Estimate::kMeasured);
+  const std::uint64_t expected = detail::nanoseconds_of(prediction.step_seconds);
+  const Bytes hbm_peak = prediction.hbm_peak;
+  session_->begin_step();
+  session_->cancel_step();
+  EXPECT_EQ(metrics().value<Metric::kPlannedSteps>() - steps, 1U);
+  EXPECT_EQ(seconds(Estimate::kPredicted) - predicted, expected);
+  EXPECT_NEAR(static_cast<double>(seconds(Estimate::kMeasured) - measured),
+              static_cast<double>(expected) * (1 + error->step_share), 2.0);
+  EXPECT_EQ(metrics().value<Metric::kPlannedPeakBytes>(TierId::kHbm, Estimate::kPredicted), hbm_peak.count());
   EXPECT_LE(std::abs(error->hbm_bytes), static_cast<std::int64_t>(kOutput.count()));
   EXPECT_EQ(error->ddr_bytes, 0);
   ASSERT_NE(session_->snapshot(), nullptr);

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "runtime/fault.hpp"
+#include "runtime/metrics.hpp"
 #include "tests/swapcore/tiers_fixture.hpp"
 
 namespace terrace {
@@ -144,9 +145,16 @@ TEST(SlotRing, WhatIsExpectedKeepsItsSlot) {
   const std::vector<ItemId> back = {ring.ids[1], ring.ids[0], ring.ids[5]};
   ASSERT_TRUE(ring.ring->expect(back));
   EXPECT_EQ(ring.ring->counters().fetches, 2U) << "no slot is free of what comes sooner";
+  const auto uses = [](StreamedOutcome outcome) {
+    return metrics().value<Metric::kStreamedUses>(CopyReason::kFetch, outcome);
+  };
+  const std::uint64_t found = uses(StreamedOutcome::kFound), loaded = uses(StreamedOutcome::kLoaded);
   ASSERT_TRUE(ring.work_on(1, SlotRing::Use::kRead));
   ASSERT_TRUE(ring.work_on(0, SlotRing::Use::kRead));
   EXPECT_EQ(ring.ring->counters().found, 2U);
+  EXPECT_EQ(uses(StreamedOutcome::kFound) - found, 2U);
+  ASSERT_TRUE(ring.work_on(5, SlotRing::Use::kRead));
+  EXPECT_EQ(uses(StreamedOutcome::kLoaded) - loaded, 1U);
 }
 
 TEST(SlotRing, OthersRenewAHome) {
