@@ -22,6 +22,11 @@ Bytes whole_size(std::span<const PhysicalPiece> pieces) {
   return sum;
 }
 
+Result<Stream> Device::adopt_stream(void* native) {
+  (void)native;
+  return Error{Errc::kNotSupported, "streams of this device have no native form to be adopted by", {}, {}};
+}
+
 Result<std::unique_ptr<Device>> open_device(std::string_view kind, const EmulatedOptions& emulated) {
   if (kind == "emulated") return open_emulated_device(emulated);
   if (kind == "cuda") return open_cuda_device(DeviceId{});

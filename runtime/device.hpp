@@ -127,6 +127,10 @@ class Device {
   // --- Streams and events ---
   [[nodiscard]] virtual Result<Stream> create_stream(StreamPriority priority) = 0;
   virtual void destroy_stream(Stream stream) = 0;  // waits for its work
+  // Names a stream of a framework in this process: `native` is its CUstream, and null the default stream.
+  // destroy_stream() forgets the name, without waiting; the stream outlives it. Errors: kNotSupported (here
+  // streams have no native form).
+  [[nodiscard]] virtual Result<Stream> adopt_stream(void* native);
   // Between create_stream and destroy_stream: whether other calls may name it. What was queued on a stream
   // that is no longer alive has finished.
   [[nodiscard]] virtual bool alive(Stream stream) const = 0;

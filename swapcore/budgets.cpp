@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "runtime/topology.hpp"
+
 namespace terrace {
 namespace {
 
@@ -49,6 +51,33 @@ Result<Budgets> resolve_budgets(const Policy& policy, const DeviceInfo& device, 
     return too_large("checkpoint.budget", budgets.checkpoint, "hbm.budget", budgets.hbm);
   }
   return budgets;
+}
+
+Result<std::vector<int>> numa_nodes_of(const DeviceInfo& device, const Policy& policy) {
+  const auto topology = Topology::of_this_machine();
+  std::vector<int> present;
+  if (topology) {
+    for (const NumaNode& node : topology->nodes()) present.push_back(node.index);
+  }
+  switch (policy.ddr.numa) {
+    case NumaMode::kInterleave:
+      return present;
+    case NumaMode::kNearest: {
+      const auto near = topology && !device.pci.empty() ? topology->node_near(device.pci) : std::nullopt;
+      return near ? std::vector<int>{*near} : std::vector<int>{};
+    }
+    case NumaMode::kNodes:
+      break;
+  }
+  for (const int wanted : policy.ddr.nodes) {
+    if (std::find(present.begin(), present.end(), wanted) != present.end()) continue;
+    return Error{Errc::kInvalidArgument,
+                 "ddr.numa: this machine has no NUMA node " + std::to_string(wanted) +
+                     "; `numactl --hardware` lists them, and \"nearest\" fits every machine",
+                 {},
+                 {}};
+  }
+  return policy.ddr.nodes;
 }
 
 }  // namespace terrace

@@ -1,5 +1,7 @@
-// The byte limits of one process: what policy, device and lease come to.
+// The byte limits of one process: what policy, device and lease come to. Where its pinned memory goes.
 #pragma once
+
+#include <vector>
 
 #include "runtime/device.hpp"
 #include "runtime/result.hpp"
@@ -19,5 +21,9 @@ struct Budgets {
 // what it came to and what would be accepted.
 [[nodiscard]] Result<Budgets> resolve_budgets(const Policy& policy, const DeviceInfo& device,
                                               Bytes host_limit);
+
+// The NUMA nodes that pinned memory goes to; none: wherever first touch puts it. A machine that hwloc can't
+// read has one such place. Errors: kInvalidArgument where the policy names a node that is not there.
+[[nodiscard]] Result<std::vector<int>> numa_nodes_of(const DeviceInfo& device, const Policy& policy);
 
 }  // namespace terrace

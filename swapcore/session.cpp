@@ -7,43 +7,9 @@
 #include "runtime/clock.hpp"
 #include "runtime/memory_limits.hpp"
 #include "runtime/metrics.hpp"
-#include "runtime/topology.hpp"
 #include "swapcore/session_impl.hpp"
 
 namespace terrace {
-namespace {
-
-// The nodes that pinned memory goes to; none: wherever first touch puts it. A machine that hwloc can't read
-// has one such place. Errors: kInvalidArgument where the policy names a node that is not there.
-Result<std::vector<int>> numa_nodes_of(const DeviceInfo& device, const Policy& policy) {
-  const auto topology = Topology::of_this_machine();
-  std::vector<int> present;
-  if (topology) {
-    for (const NumaNode& node : topology->nodes()) present.push_back(node.index);
-  }
-  switch (policy.ddr.numa) {
-    case NumaMode::kInterleave:
-      return present;
-    case NumaMode::kNearest: {
-      const auto near = topology && !device.pci.empty() ? topology->node_near(device.pci) : std::nullopt;
-      return near ? std::vector<int>{*near} : std::vector<int>{};
-    }
-    case NumaMode::kNodes:
-      break;
-  }
-  for (const int wanted : policy.ddr.nodes) {
-    if (std::find(present.begin(), present.end(), wanted) != present.end()) continue;
-    return Error{Errc::kInvalidArgument,
-                 "ddr.numa: this machine has no NUMA node " + std::to_string(wanted) +
-                     "; `numactl --hardware` lists them, and \"nearest\" fits every machine",
-                 {},
-                 {}};
-  }
-  return policy.ddr.nodes;
-}
-
-}  // namespace
-
 Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::~Session() {
   impl_->publish_usage();

@@ -1,15 +1,13 @@
 // The C functions over Session: checks what C can get wrong, lets no exception out, keeps the error in words.
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <set>
 
-#include "hooks/c_abi/terrace.h"
+#include "hooks/c_abi/boundary.hpp"
 #include "swapcore/session.hpp"
 
 using namespace terrace;
+using namespace terrace::c_abi;
 
 // A session with the device and stream that it stands on.
 struct terrace_session {
@@ -36,40 +34,13 @@ struct terrace_block {
 
 namespace {
 
-static_assert(TERRACE_OUT_OF_BUDGET == static_cast<int>(Errc::kOutOfBudget) + 1);
-static_assert(TERRACE_CANCELLED == static_cast<int>(Errc::kCancelled) + 1);
 static_assert(TERRACE_SCRATCH == static_cast<int>(Pool::kScratch) && kPoolCount == TERRACE_SCRATCH + 1);
 static_assert(TERRACE_SCAN == static_cast<int>(SiteKind::kScan) && kSiteKindCount == TERRACE_SCAN + 1);
 
 constexpr std::int32_t kLayersMost = 1 << 16;
 constexpr std::uint64_t kDefaultEmulatedHbm = std::uint64_t{4} << 30;
 
-// A plain array: keeping an error must not be able to fail.
-thread_local constinit char last_error[1024] = "";
-
-terrace_result failed(terrace_result result, const char* text) noexcept {
-  std::snprintf(last_error, sizeof last_error, "%s", text);
-  return result;
-}
-terrace_result failed(const Error& error) noexcept {
-  return failed(static_cast<terrace_result>(static_cast<int>(error.code) + 1), error.text.c_str());
-}
-terrace_result bad_argument(const char* text) noexcept { return failed(TERRACE_INVALID_ARGUMENT, text); }
 terrace_result null_session() noexcept { return bad_argument("the session is null; open one first"); }
-
-template <typename Work>
-terrace_result guarded(Work work) noexcept {
-  try {
-    return work();
-  } catch (const std::bad_alloc&) {
-    return failed(TERRACE_OUT_OF_MEMORY, "the process has no more memory");
-  } catch (const std::exception& exception) {
-    return failed(TERRACE_INTERNAL, exception.what());
-  } catch (...) {
-    return failed(TERRACE_INTERNAL, "an unknown exception was stopped at the C boundary");
-  }
-}
-
 bool is_layer(std::int32_t layer) noexcept { return layer >= 0 && layer < kLayersMost; }
 terrace_result bad_layer() noexcept { return bad_argument("layers count from 0, and are fewer than 65536"); }
 
@@ -86,18 +57,6 @@ terrace_result hand_out(terrace_session* session, BlockRef held, terrace_block**
   *block = new terrace_block{session, std::move(held)};
   ++session->blocks;
   return TERRACE_OK;
-}
-
-const char* or_default(const char* text, const char* fallback) { return text == nullptr ? fallback : text; }
-
-// Copies what the caller's version of a struct covers.
-template <typename T>
-bool take_struct(const T* from, T* to) {
-  const std::size_t size = from->struct_size;
-  if (size < sizeof(std::size_t) || size > sizeof(T)) return false;
-  std::memcpy(to, from, size);
-  to->struct_size = sizeof(T);
-  return true;
 }
 
 Result<std::unique_ptr<terrace_session>> open_session(const terrace_options& options) {
@@ -132,7 +91,7 @@ Result<std::unique_ptr<terrace_session>> open_session(const terrace_options& opt
 extern "C" {
 
 const char* terrace_version(void) { return TERRACE_VERSION; }
-const char* terrace_last_error(void) { return last_error; }
+const char* terrace_last_error(void) { return last_error(); }
 
 terrace_options terrace_default_options(void) {
   return {sizeof(terrace_options), "auto", kDefaultEmulatedHbm, 0, nullptr, "job", 1};

@@ -92,6 +92,7 @@ Status CudaDevice::describe() {
 CudaDevice::~CudaDevice() {
   (void)in_context([&] {
     for (const CudaStream& stream : streams_.all()) {
+      if (stream.owner == CudaStream::Owner::kFramework) continue;
       driver_.cuStreamSynchronize(stream.handle);
       driver_.cuStreamDestroy(stream.handle);
     }

@@ -40,7 +40,9 @@ class HostFailure {
 };
 
 struct CudaStream {
+  enum class Owner : std::uint8_t { kDevice, kFramework };
   CUstream handle = nullptr;
+  Owner owner = Owner::kDevice;
   std::shared_ptr<HostFailure> host_failure;
 };
 
@@ -66,6 +68,7 @@ class CudaDevice final : public Device {
   void unpin(Address host, Bytes size) override;
   [[nodiscard]] Result<Stream> create_stream(StreamPriority priority) override;
   void destroy_stream(Stream stream) override;
+  [[nodiscard]] Result<Stream> adopt_stream(void* native) override;
   [[nodiscard]] bool alive(Stream stream) const override { return streams_.find(stream.id).has_value(); }
   [[nodiscard]] Status synchronize(Stream stream) override;
   [[nodiscard]] Result<Event> create_event() override;

@@ -54,7 +54,7 @@ CUevent CudaDevice::event_of(Event event) const {
 
 Result<Stream> CudaDevice::create_stream(StreamPriority priority) {
   if (auto fault = device_fault(FaultPoint::kDeviceCreateStream)) return *std::move(fault);
-  CudaStream stream{.handle = nullptr, .host_failure = std::make_shared<HostFailure>()};
+  CudaStream stream{.host_failure = std::make_shared<HostFailure>()};
   const int level = priority == StreamPriority::kHigh ? priorities_.high : priorities_.normal;
   const Status created = call("cuStreamCreateWithPriority", {}, [&] {
     return driver_.cuStreamCreateWithPriority(&stream.handle, CU_STREAM_NON_BLOCKING, level);
@@ -63,9 +63,22 @@ Result<Stream> CudaDevice::create_stream(StreamPriority priority) {
   return Stream{.id = streams_.insert(std::move(stream))};
 }
 
+Result<Stream> CudaDevice::adopt_stream(void* native) {
+  if (auto fault = device_fault(FaultPoint::kDeviceCreateStream)) return *std::move(fault);
+  CudaStream stream{.handle = static_cast<CUstream>(native),
+                    .owner = CudaStream::Owner::kFramework,
+                    .host_failure = std::make_shared<HostFailure>()};
+  return Stream{.id = streams_.insert(std::move(stream))};
+}
+
 void CudaDevice::destroy_stream(Stream stream) {
   // It stays alive until its work has finished: alive() promises that.
   const CudaStream queue = stream_of(stream);
+  if (queue.owner == CudaStream::Owner::kFramework) {
+    TERRACE_CHECK(streams_.erase(stream.id).has_value(), "a stream is destroyed once");
+    count_stream_end();
+    return;
+  }
   (void)in_context([&] { return driver_.cuStreamSynchronize(queue.handle); });
   TERRACE_CHECK(streams_.erase(stream.id).has_value(), "a stream is destroyed once");
   (void)in_context([&] { return driver_.cuStreamDestroy(queue.handle); });
