@@ -1,0 +1,375 @@
+"""Where the storages are that autograd has saved: in HBM, on their way, or in DDR.
+
+One entry a storage, however many views of it were saved. The ledger moves entries so that those in HBM stay
+within the budget; it asks the schedule which are needed last. One lock; nothing under it runs user code.
+"""
+
+import collections
+import heapq
+import threading
+import weakref
+
+import torch
+
+from .library import TerraceError
+from .schedule import choose_victims
+from .torch_versions import expired, forget, new_storage, revive, view_of
+
+RECENT = 4  # storages read last: their operators may be at work
+
+
+class Entry:
+    """A saved storage. It lives as long as somebody holds a view that autograd was given."""
+
+    __slots__ = ("__weakref__", "arriving", "copy", "known", "ledger", "nbytes", "number", "shown", "storage", "stream",
+                 "stuck", "version", "views", "weak")
+
+    def __init__(self, ledger, storage, version, stream):
+        self.ledger = ledger
+        self.storage = storage  # None: in DDR alone
+        self.nbytes = storage.nbytes()
+        self.version = version
+        self.stream = stream  # in whose order the storage may be let go
+        self.weak = storage._weak_ref()  # the storage that was saved, so that its address names no other
+        self.known = storage._cdata  # under which the ledger finds this entry
+        self.shown = 0  # the same for the storage that it came back in
+        self.copy = 0  # in the stash
+        self.arriving = False
+        self.stuck = False  # could not leave: stays
+        self.number = -1
+        self.views = []  # (alias that backward is given, geometry)
+
+    def __del__(self):
+        self.ledger.gone(self)
+
+
+class NoStates:
+    """Where no optimizer state moves."""
+
+    held = 0
+    moved = 0
+
+    def bring_all(self):
+        pass
+
+    def release(self, everything):
+        pass
+
+    def prefetch(self, room):
+        pass
+
+
+class Ledger:
+    def __init__(self, stash, device, budget, schedule, streams):
+        self.stash = stash
+        self.device = device
+        self.budget = budget
+        self.schedule = schedule
+        self._streams = streams
+        self.states = NoStates()
+        self.lock = threading.RLock()
+        self.held = 0  # bytes of entries in HBM
+        self.held_peak = 0
+        self.revived = 0  # bytes that came back without a copy: somebody had kept them
+        self.failures = collections.Counter()
+        self.closed = False
+        self.fixed = {}  # storages that others keep anyway: parameters; weak, by address
+        self._look_through_at = 64
+        self._entries = {}  # by number, weak
+        self._by_storage = {}  # by address, weak
+        self._heap = []  # (-distance, number): who leaves first
+        self._recent = collections.deque(maxlen=RECENT)
+        self._gone = collections.deque()
+        self._victims = set()
+        self.rounds = 0  # with backward, to their end
+        self._alive = 0
+        self._uncopied = collections.deque()  # numbers, oldest first: whose copies may start early
+
+    @property
+    def between_rounds(self):
+        return self._alive == 0
+
+    def limit(self):
+        return self.budget.limit(self.held, self.states.held)
+
+    def stream(self):
+        """The raw stream on which this thread works."""
+        return self._streams.current(self.device)
+
+    def tie(self, alias, owner, user):
+        """`user` works on memory that is let go in order of `owner`."""
+        if owner != user:
+            self._streams.tie(alias, self.device)
+
+    # ------------------------------------------------------------ entries
+
+    def entry_for(self, storage, version, stream):
+        """The entry of a storage that is being saved, new or known."""
+        self._settle()
+        known = self._by_storage.get(storage._cdata)
+        entry = known() if known is not None else None
+        if entry is not None and entry.version == version:
+            return entry
+        entry = Entry(self, storage, version, stream)
+        if self._alive == 0:
+            self._begin_round()
+        self._alive += 1
+        entry.number = self.schedule.save(entry.nbytes)
+        self._entries[entry.number] = weakref.ref(entry)
+        self._by_storage[entry.known] = self._entries[entry.number]
+        self._hold(entry)
+        self._uncopied.append(entry.number)
+        return entry
+
+    def _hold(self, entry):
+        self.held += entry.nbytes
+        heapq.heappush(self._heap, (-self.schedule.distance(entry.number), entry.number))
+        self.budget.note(entry.nbytes)
+
+    def _begin_round(self):
+        self._heap.clear()
+        self._uncopied.clear()
+        self._recent.clear()
+        expected = self.schedule.expected
+        self._victims = set()
+        if expected is not None:
+            self._victims = choose_victims(expected, self.limit())
+
+    def gone(self, entry):
+        """From Entry.__del__, on any thread, perhaps in the middle of anything: no lock of ours here."""
+        if self.closed:
+            return
+        if entry.copy:
+            try:
+                # From here on nothing moves there, and the storage may go in order of its stream.
+                self.stash.drop(entry.stream, entry.copy)
+            except TerraceError:
+                pass
+        nbytes = entry.nbytes if entry.storage is not None else 0
+        self._gone.append((entry.number, (entry.known, entry.shown), nbytes, entry.weak))
+
+    def _settle(self):
+        """Takes account of what has gone; with the last entry the round is over."""
+        while self._gone:
+            number, addresses, nbytes, weak = self._gone.popleft()
+            self.held -= nbytes
+            self._alive -= 1
+            self._entries.pop(number, None)
+            for address in addresses:
+                found = self._by_storage.get(address)
+                if found is not None and found() is None:
+                    del self._by_storage[address]
+            forget(weak)
+            if self._alive == 0:
+                self.rounds += 1 if self.schedule.uses else 0
+                self.schedule.end()
+                self.budget.end_round()
+
+    def settle(self):
+        with self.lock:
+            self._settle()
+
+    # ------------------------------------------------------------ leaving
+
+    def _start_copy(self, entry):
+        try:
+            entry.copy = self.stash.spill(entry.stream, entry.storage.data_ptr(), entry.nbytes)
+        except TerraceError as error:
+            self.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
+            entry.stuck = True
+
+    def _depart(self, entry):
+        """HBM of the entry goes back to PyTorch, in order of its stream. False: it stays."""
+        if not entry.copy:
+            self._start_copy(entry)
+            if entry.stuck:
+                return False
+        try:
+            if entry.arriving:
+                self.stash.wait_for(entry.stream, entry.copy)
+                entry.arriving = False
+            self.stash.depart(entry.stream, entry.copy)
+        except TerraceError:
+            self.failures["spill_failed"] += 1
+            entry.stuck = True
+            return False
+        for alias, _ in entry.views:
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if entry.shown:
+            # What may be saved again, or found with others, is from here on the storage that it came back in.
+            self._by_storage.pop(entry.known, None)
+            forget(entry.weak)
+            entry.weak, entry.known, entry.shown = entry.storage._weak_ref(), entry.shown, 0
+        entry.storage = None
+        self.held -= entry.nbytes
+        return True
+
+    def enforce(self):
+        """Entries leave until the rest fits. Those that the plan sends begin to travel as soon as they are saved."""
+        limit = self.limit()
+        self._start_early(limit)
+        self.states.release(self.held > limit)
+        self._leave_until(self.limit())
+        self.held_peak = max(self.held_peak, self.idle())
+
+    def idle(self):
+        """Bytes in HBM that no operator is at work on, as far as can be told."""
+        recent = (self._entries.get(number) for number in set(self._recent))
+        entries = (reference() for reference in recent if reference is not None)
+        return self.held - sum(e.nbytes for e in entries if e is not None and e.storage is not None)
+
+    def _leave_until(self, limit):
+        spared = []
+        while self.held > limit and self._heap:
+            key, number = heapq.heappop(self._heap)
+            reference = self._entries.get(number)
+            entry = reference() if reference is not None else None
+            if entry is None or entry.storage is None or entry.stuck:
+                continue
+            if number in self._recent:
+                spared.append((key, number))
+                continue
+            self._depart(entry)
+        for item in spared:
+            heapq.heappush(self._heap, item)
+
+    def _start_early(self, limit):
+        """Copies begin before anybody needs the room: of the plan's victims, or of the oldest where half is full."""
+        if self.schedule.uses:
+            return
+        planned = self.schedule.expected is not None
+        while self._uncopied:
+            number = self._uncopied[0]
+            if planned and number not in self._victims:
+                self._uncopied.popleft()
+                continue
+            if not planned and self.held * 2 <= limit:
+                break
+            self._uncopied.popleft()
+            reference = self._entries.get(number)
+            entry = reference() if reference is not None else None
+            if entry is not None and entry.storage is not None and not entry.copy and not entry.stuck:
+                self._start_copy(entry)
+                if not planned:
+                    break
+
+    # ------------------------------------------------------------ coming back
+
+    def show(self, entry, alias, geometry):
+        """One more view of the entry, as it is saved."""
+        if entry.storage is None:
+            # Saved again after it has left, by whoever still held it then.
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        entry.views.append((alias, geometry))
+
+    def _fill(self, entry, storage):
+        """The aliases show the storage, each as it was saved; their version counters stay."""
+        entry.storage = storage
+        for alias, geometry in entry.views:
+            alias.data = view_of(storage, alias, geometry)
+        if entry.known != storage._cdata:
+            entry.shown = storage._cdata
+            self._by_storage[entry.shown] = weakref.ref(entry)
+        self._hold(entry)
+
+    def _bring_kept(self, entry, storage):
+        """An entry that has left was held by others all the while: moving it freed nothing, nor will it."""
+        self.revived += entry.nbytes
+        self.keep(storage)
+        self.stash.drop(entry.stream, entry.copy)
+        entry.copy = entry.nbytes = 0
+        entry.stuck = True
+        self._fill(entry, storage)
+
+    def _bring(self, entry, stream):
+        kept = revive(entry.weak)
+        if kept is not None and kept.nbytes() == entry.nbytes:
+            self._bring_kept(entry, kept)
+            return
+        storage = self._new_storage(entry.nbytes)
+        self.stash.restore(stream, entry.copy, storage.data_ptr())
+        entry.arriving = True
+        entry.stream = stream
+        self._fill(entry, storage)
+
+    def _new_storage(self, nbytes):
+        try:
+            return new_storage(nbytes, self.device)
+        except RuntimeError:
+            # PyTorch has no memory left: all that is not in use leaves, and it may ask again.
+            self.failures["out_of_hbm"] += 1
+            self._leave_until(0)
+            return new_storage(nbytes, self.device)
+
+    def use(self, entry, stream):
+        """Backward reads the entry: its bytes are there in order of the stream."""
+        if self.closed:
+            if entry.storage is None or entry.arriving:
+                raise RuntimeError("terrace: this tensor was saved, and went to DDR, in the parent of a forked process; "
+                                   "run forward and backward in one process")
+            return
+        self._settle()
+        first = not self.schedule.was_used(entry.number)
+        self.schedule.use(entry.number)
+        self._recent.append(entry.number)
+        if entry.storage is None:
+            self._leave_until(max(0, self.limit() - entry.nbytes))
+            self._bring(entry, stream)
+        if entry.arriving:
+            self.stash.wait_for(stream, entry.copy)
+            entry.arriving = stream != entry.stream  # that one has not waited
+        if not first and entry.copy:
+            # Read again and again: its copy is as good, so it may be the first to leave.
+            heapq.heappush(self._heap, (-(1 << 61), entry.number))
+        self._prefetch(stream)
+        self.held_peak = max(self.held_peak, self.idle())
+
+    def _prefetch(self, stream):
+        limit = self.limit()
+        for number in self.schedule.upcoming():
+            reference = self._entries.get(number)
+            entry = reference() if reference is not None else None
+            if entry is None or entry.storage is not None:
+                continue
+            if self.held + entry.nbytes > limit:
+                break
+            try:
+                self._bring(entry, stream)
+            except RuntimeError:
+                # Not needed yet: whoever needs it hears of the failure.
+                self.failures["prefetch_failed"] += 1
+                return
+        else:
+            self.states.prefetch(limit - self.held)
+
+    def close(self):
+        """Everything that is away comes back, and nothing leaves any more."""
+        with self.lock:
+            self._settle()
+            stream = self.stream()
+            for reference in list(self._entries.values()):
+                entry = reference()
+                if entry is None:
+                    continue
+                if entry.storage is None:
+                    self._bring(entry, stream)
+                if entry.arriving:
+                    self.stash.wait_for(stream, entry.copy)
+                    entry.arriving = False
+                if entry.copy:
+                    self.stash.drop(stream, entry.copy)
+                    entry.copy = 0
+            self.closed = True
+            self.stash.close()
+
+    def keep(self, storage):
+        """Others hold this storage: it never leaves."""
+        if storage._cdata in self.fixed:
+            return
+        self.fixed[storage._cdata] = storage._weak_ref()
+        if len(self.fixed) >= self._look_through_at:
+            for address, weak in list(self.fixed.items()):
+                if expired(weak):
+                    forget(weak)
+                    del self.fixed[address]
+            self._look_through_at = 2 * len(self.fixed) + 64

@@ -1,0 +1,197 @@
+"""What autograd saves for backward: kept, or in DDR until backward asks.
+
+Installed as the default hooks of saved tensors. PyTorch gives up its own check of version counters where hooks are
+installed, so it is made here, with the same words.
+"""
+
+import collections
+import threading
+
+import torch
+from torch.utils.data import get_worker_info
+
+from .torch_versions import pop_default_hooks, push_default_hooks, storage_of
+
+
+class Kept:
+    """A saved tensor that stays as it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+
+class Moved:
+    """A view of a storage that may be in DDR."""
+
+    __slots__ = ("entry", "size", "tensor", "version")
+
+    def __init__(self, entry, tensor, version, size):
+        self.entry = entry
+        self.tensor = tensor
+        self.version = version
+        self.size = size
+
+
+def check_version(saved, size):
+    tensor = saved.tensor
+    if tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(size)}] is at version {tensor._version}; expected version {saved.version} "
+            "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True).")
+
+
+class SavedTensors:
+    """The hooks. `ledger_of` gives a device's ledger, or None where nothing of it is to move."""
+
+    def __init__(self, ledger_of, device_type, smallest):
+        self._ledger_of = ledger_of
+        self._device_type = device_type
+        self._smallest = smallest
+        self._parameters = Parameters()
+        self.passed = collections.Counter()  # saved tensors that stay, by why
+        self._threads = threading.local()
+
+    # ------------------------------------------------------------ hooks
+
+    def pack(self, tensor):
+        why = self._reason_to_keep(tensor)
+        if why is not None:
+            if why:
+                self.passed[why] += 1
+            return Kept(tensor)
+        try:
+            return self._pack(tensor)
+        except RuntimeError:
+            # A tensor of a kind that has no storage to look at. It was saved before, so it can be again.
+            self.passed["without_storage"] += 1
+            return Kept(tensor)
+
+    def _reason_to_keep(self, tensor):
+        """Why a tensor stays; "": it is too small to be worth counting; None: it may move."""
+        if tensor.numel() * tensor.element_size() < self._smallest:
+            return ""
+        if type(tensor) is not torch.Tensor:
+            return "" if type(tensor) is torch.nn.Parameter else "subclass"
+        if tensor.device.type != self._device_type:
+            return "other_device"
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return "not_dense"
+        if tensor.is_conj() or tensor.is_neg():
+            return "lazy_view"
+        if get_worker_info() is not None:
+            return "worker"
+        if self._device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "captured"
+        return None
+
+    def _pack(self, tensor):
+        ledger = self._ledger_of(tensor.device)
+        if ledger is None:
+            return Kept(tensor)
+        storage = storage_of(tensor)
+        if storage.data_ptr() == 0:
+            return Kept(tensor)
+        version = tensor._version
+        alias = tensor.detach()
+        geometry = (alias.size(), alias.stride(), alias.storage_offset())
+        with ledger.lock:
+            self._parameters.note(ledger)
+            if storage._cdata in ledger.fixed:
+                return Kept(tensor)
+            stream = ledger.stream()
+            entry = ledger.entry_for(storage, version, stream)
+            ledger.tie(alias, entry.stream, stream)
+            ledger.show(entry, alias, geometry)
+            ledger.enforce()
+        return Moved(entry, alias, version, geometry[0])
+
+    def unpack(self, saved):
+        if type(saved) is Kept:
+            check_version(saved, saved.tensor.size())
+            return saved.tensor
+        check_version(saved, saved.size)
+        ledger = saved.entry.ledger
+        with ledger.lock:
+            stream = ledger.stream()
+            ledger.use(saved.entry, stream)
+            ledger.tie(saved.tensor, saved.entry.stream, stream)
+            # Under the lock: from here on another thread may send the entry away, which empties the alias.
+            return saved.tensor.detach()
+
+    # ------------------------------------------------------------ installation
+
+    def install(self):
+        """On this thread; a thread installs and removes in the manner of a stack."""
+        push_default_hooks(self.pack, self.unpack)
+        self._threads.installed = True
+
+    def remove(self):
+        if getattr(self._threads, "installed", False):
+            pop_default_hooks()
+            self._threads.installed = False
+
+    @property
+    def installed(self):
+        return getattr(self._threads, "installed", False)
+
+
+class Parameters:
+    """Module parameters: they are in HBM whatever happens, so what is saved of them never moves.
+
+    Found as modules register them. Their storages may be exchanged (`model.cuda()`), mostly before the first steps.
+    """
+
+    LOOK_ROUNDS = 3
+    _all = []  # weak, of the process
+    _registered = 0
+
+    def __init__(self):
+        self._looked = {}  # by ledger: how many were registered at the last look
+
+    @classmethod
+    def watch(cls):
+        """Every module's register_parameter from here on."""
+        import weakref
+
+        original = torch.nn.Module.register_parameter
+        if getattr(original, "_terrace", None) is not None:
+            return
+
+        def register_parameter(module, name, param):
+            original(module, name, param)
+            if param is not None:
+                cls._all.append(weakref.ref(param))
+                cls._registered += 1
+
+        register_parameter._terrace = original
+        torch.nn.Module.register_parameter = register_parameter
+
+    @classmethod
+    def unwatch(cls):
+        original = getattr(torch.nn.Module.register_parameter, "_terrace", None)
+        if original is not None:
+            torch.nn.Module.register_parameter = original
+
+    def note(self, ledger):
+        beginning = ledger.between_rounds and ledger.rounds < self.LOOK_ROUNDS
+        if not beginning and self._looked.get(id(ledger)) == self._registered:
+            return
+        self._looked[id(ledger)] = self._registered
+        alive = []
+        for reference in Parameters._all:
+            parameter = reference()
+            if parameter is None:
+                continue
+            alive.append(reference)
+            if parameter.device != ledger.device or parameter.layout is not torch.strided:
+                continue
+            try:
+                ledger.keep(storage_of(parameter.detach()))
+            except RuntimeError:
+                continue  # a subclass without a storage of its own
+        Parameters._all[:] = alive

@@ -1,0 +1,24 @@
+"""The streams that PyTorch works on, as raw CUstreams; none where tensors are the host's."""
+
+import torch
+
+
+class CudaStreams:
+    @staticmethod
+    def current(device):
+        return torch.cuda.current_stream(device).cuda_stream
+
+    @staticmethod
+    def tie(alias, device):
+        """The current stream uses this memory: PyTorch's allocator waits for it before the memory serves others."""
+        alias.record_stream(torch.cuda.current_stream(device))
+
+
+class HostStreams:
+    @staticmethod
+    def current(device):
+        return None
+
+    @staticmethod
+    def tie(alias, device):
+        pass
