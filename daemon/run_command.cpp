@@ -9,6 +9,7 @@
 
 #include "daemon/child_run.hpp"
 #include "daemon/daemon_start.hpp"
+#include "daemon/python_start.hpp"
 #include "daemon/record_target.hpp"
 #include "daemon/socket_path.hpp"
 #include "runtime/shared_page.hpp"
@@ -52,6 +53,8 @@ ChildRun child_of(const RunOptions& options, const std::string& socket, std::uin
     const bool more = before != nullptr && *before != '\0';
     child.environment.emplace_back("LD_PRELOAD", preload.string() + (more ? std::string(":") + before : ""));
   }
+  const std::string python = python_path(programs, std::getenv("PYTHONPATH"));
+  if (!python.empty()) child.environment.emplace_back("PYTHONPATH", python);
   return child;
 }
 
@@ -125,6 +128,7 @@ int run_command(const RunOptions& options, const fs::path& programs) {
     if (!joined) why = joined.error().text;
   }
   if (!observer) std::fprintf(stderr, "terrace: no daemon (%s): running without\n", why.c_str());
+  std::fputs(isolated_python_notice(options.command, programs).c_str(), stderr);
   const std::uint64_t run = new_run();
   // An empty socket in the environment says that there is none, so that nobody complains a second time.
   const int code = run_child(child_of(options, observer ? start.socket : "", run, programs));

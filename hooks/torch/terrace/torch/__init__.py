@@ -1,12 +1,13 @@
 """Terrace in a PyTorch program: what autograd saves, and optimizer state, in DDR where HBM is short.
 
-`terrace run` loads it when a process imports torch. Where it cannot (`python -I`), say `import terrace.torch` and
-`terrace.torch.enable()` before the model is made. docs/PYTORCH.md has the whole of it.
+`terrace run` loads it when a process imports torch. Where it cannot (`python -I`), say `import terrace.torch` before
+the model is made; without `terrace run`, `terrace.torch.enable()` too. docs/PYTORCH.md has the whole of it.
 """
 
 import atexit
 import os
-import sys
+
+import torch
 
 from .plugin import Plugin
 
@@ -42,5 +43,6 @@ def _at_exit():
 
 
 atexit.register(_at_exit)
-if sys.version_info >= (3, 7):
-    os.register_at_fork(after_in_child=lambda: _plugin is not None and _plugin.after_fork())
+os.register_at_fork(after_in_child=lambda: _plugin is not None and _plugin.after_fork())
+if os.environ.get("TERRACE_RUN") and (torch.version.cuda is not None or os.environ.get("TERRACE_TORCH_DEVICE")):
+    enable()

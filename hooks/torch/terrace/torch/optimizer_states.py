@@ -5,6 +5,7 @@ the next forward runs. A tensor that is away is empty; state_dict(), pickling an
 """
 
 import functools
+import weakref
 
 import torch
 
@@ -13,17 +14,17 @@ from .torch_versions import new_storage, storage_of, view_of
 
 
 class State:
-    """A state tensor. Its storage is its own, whole."""
+    """A state tensor, as long as its optimizer has it. Its storage is its own, whole."""
 
-    __slots__ = ("arriving", "copy", "geometry", "nbytes", "stream", "tensor")
+    __slots__ = ("copy", "geometry", "nbytes", "storage", "stream", "tensor")
 
     def __init__(self, tensor, stream):
-        self.tensor = tensor
+        self.tensor = weakref.ref(tensor)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.nbytes = storage_of(tensor).nbytes()
+        self.storage = storage_of(tensor)  # while copies read or write it
+        self.nbytes = self.storage.nbytes()
         self.stream = stream
         self.copy = 0
-        self.arriving = False
 
 
 class DeviceStates:
@@ -41,8 +42,7 @@ class DeviceStates:
         ledger = self._ledger
         state = State(tensor, ledger.stream())
         try:
-            address = storage_of(tensor).data_ptr()
-            state.copy = ledger.stash.spill(state.stream, address, state.nbytes, FOR_OPTIMIZER)
+            state.copy = ledger.stash.spill(state.stream, state.storage.data_ptr(), state.nbytes, FOR_OPTIMIZER)
         except TerraceError as error:
             ledger.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
             return
@@ -53,62 +53,86 @@ class DeviceStates:
     def release(self, everything):
         """HBM of what has left goes back; of everything, where room is wanted, in order of its stream."""
         stash = self._ledger.stash
-        kept = []
-        for state in self.leaving:
+        leaving, self.leaving = self.leaving, []
+        for state in leaving:
             try:
                 if everything:
                     stash.depart(state.stream, state.copy)
                 elif not stash.has_left(state.copy):
-                    kept.append(state)
+                    self.leaving.append(state)
                     continue
             except TerraceError:
                 self._ledger.failures["spill_failed"] += 1
-                self._stay(state)
+                self._end(state)  # it stays
                 continue
-            state.tensor.data = torch.empty(0, dtype=state.tensor.dtype, device=state.tensor.device)
+            tensor = state.tensor()
+            if tensor is None:
+                self._end(state)
+                continue
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            state.storage = None
             self.held -= state.nbytes
             self.away.append(state)
-        self.leaving = kept
 
-    def _stay(self, state):
+    def _end(self, state):
+        """The stash forgets it; whoever uses its storage comes behind the copies."""
         self._ledger.stash.drop(state.stream, state.copy)
-        self.held -= state.nbytes
+        if state.storage is not None:
+            self.held -= state.nbytes
+            state.storage = None
+
+    def purge(self):
+        """States whose optimizers have gone."""
+        for name in ("leaving", "away", "back"):
+            states = getattr(self, name)
+            for state in states:
+                if state.tensor() is None:
+                    self._end(state)
+            setattr(self, name, [state for state in states if state.tensor() is not None])
 
     def prefetch(self, room):
         """Those that the next update reads first, as far as there is room."""
         while self.away and self.away[0].nbytes <= room:
             room -= self.away[0].nbytes
-            self._start(self.away.pop(0))
+            self._start()
 
-    def _start(self, state):
-        ledger = self._ledger
-        storage = new_storage(state.nbytes, ledger.device)
-        state.stream = ledger.stream()
-        ledger.stash.restore(state.stream, state.copy, storage.data_ptr())
-        state.tensor.data = view_of(storage, state.tensor, state.geometry)
-        state.arriving = True
-        self.moved += state.nbytes
-        self.held += state.nbytes
-        self.back.append(state)
+    def _start(self):
+        """The first that is away begins to come back."""
+        ledger, state = self._ledger, self.away[0]
+        tensor = state.tensor()
+        if tensor is not None:
+            storage = new_storage(state.nbytes, ledger.device)
+            state.stream = ledger.stream()
+            ledger.stash.restore(state.stream, state.copy, storage.data_ptr())
+            state.storage = storage
+            self.moved += state.nbytes
+            self.held += state.nbytes
+            self.back.append(state)
+        else:
+            self._end(state)
+        del self.away[0]
 
     def bring_all(self):
         """Every state is whole, in order of the current stream."""
         ledger = self._ledger
         while self.away:
-            self._start(self.away[0])
-            self.away.pop(0)
+            self._start()
         stream = ledger.stream()
-        for state in self.back:
+        while self.back:
+            state = self.back[0]
             ledger.stash.wait_for(stream, state.copy)
-            ledger.tie(state.tensor, state.stream, stream)
-            ledger.stash.drop(stream, state.copy)
-            self.held -= state.nbytes
-        self.back = []
-        for state in self.leaving:
+            tensor = state.tensor()
+            if tensor is not None:
+                tensor.data = view_of(state.storage, tensor, state.geometry)
+                ledger.tie(tensor, state.stream, stream)
+            state.stream = stream
+            self._end(state)
+            del self.back[0]
+        while self.leaving:
             # Its bytes are here: whoever writes them comes behind the copy.
-            ledger.stash.drop(stream, state.copy)
-            self.held -= state.nbytes
-        self.leaving = []
+            state = self.leaving.pop()
+            state.stream = stream
+            self._end(state)
 
 
 class OptimizerStates:

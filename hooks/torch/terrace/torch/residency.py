@@ -49,6 +49,9 @@ class NoStates:
     held = 0
     moved = 0
 
+    def purge(self):
+        pass
+
     def bring_all(self):
         pass
 
@@ -168,6 +171,7 @@ class Ledger:
     def settle(self):
         with self.lock:
             self._settle()
+            self.states.purge()
 
     # ------------------------------------------------------------ leaving
 
@@ -325,6 +329,15 @@ class Ledger:
         self.held_peak = max(self.held_peak, self.idle())
 
     def _prefetch(self, stream):
+        """What backward reads next comes back as far as there is room; behind the last of it, optimizer state."""
+        try:
+            if self._bring_upcoming(stream):
+                self.states.prefetch(self.limit() - self.held)
+        except RuntimeError:
+            # Not needed yet: whoever needs it hears of the failure.
+            self.failures["prefetch_failed"] += 1
+
+    def _bring_upcoming(self, stream):
         limit = self.limit()
         for number in self.schedule.upcoming():
             reference = self._entries.get(number)
@@ -332,15 +345,9 @@ class Ledger:
             if entry is None or entry.storage is not None:
                 continue
             if self.held + entry.nbytes > limit:
-                break
-            try:
-                self._bring(entry, stream)
-            except RuntimeError:
-                # Not needed yet: whoever needs it hears of the failure.
-                self.failures["prefetch_failed"] += 1
-                return
-        else:
-            self.states.prefetch(limit - self.held)
+                return False
+            self._bring(entry, stream)
+        return True
 
     def close(self):
         """Everything that is away comes back, and nothing leaves any more."""

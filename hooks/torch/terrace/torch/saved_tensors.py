@@ -75,10 +75,10 @@ class SavedTensors:
         """Why a tensor stays; "": it is too small to be worth counting; None: it may move."""
         if tensor.numel() * tensor.element_size() < self._smallest:
             return ""
-        if type(tensor) is not torch.Tensor:
-            return "" if type(tensor) is torch.nn.Parameter else "subclass"
         if tensor.device.type != self._device_type:
             return "other_device"
+        if type(tensor) is not torch.Tensor:
+            return "" if type(tensor) is torch.nn.Parameter else "subclass"
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return "not_dense"
         if tensor.is_conj() or tensor.is_neg():

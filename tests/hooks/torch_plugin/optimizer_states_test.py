@@ -1,0 +1,139 @@
+"""Optimizer state in DDR between updates: the same weights, state that is whole whenever somebody looks."""
+
+import copy
+import gc
+import io
+import unittest
+
+import torch
+
+import models
+from terrace.torch.torch_versions import revive, storage_of
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw, one tensor at a time": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+
+def update(model, optimizer, times=1):
+    for _ in range(times):
+        model(torch.ones(8, 64)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def state_of(optimizer):
+    return [v.clone() for values in optimizer.state_dict()["state"].values() for v in values.values()
+            if isinstance(v, torch.Tensor)]
+
+
+class OptimizerStates(unittest.TestCase):
+    def test_trainings_have_the_same_bits(self):
+        for name, optimizer in OPTIMIZERS.items():
+            plain = models.train(optimizer=optimizer)
+            for budget in (1 << 40, 200_000, 0):
+                with models.plugin(saved_budget=budget, optimizer="ddr") as plugin:
+                    self.assertTrue(models.same(models.train(optimizer=optimizer), plain), f"{name}, {budget}")
+                    figures = plugin.figures()
+                self.assertGreater(figures["state_bytes"], 0, name)
+                self.assertEqual(figures["failures"], {})
+
+    def test_state_that_left_is_no_longer_in_memory(self):
+        with models.plugin(saved_budget=0, optimizer="ddr") as plugin:
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+            moments = [v for values in optimizer.state.values() for v in values.values()
+                       if isinstance(v, torch.Tensor) and v.numel() >= 64 * 64]
+            self.assertEqual(len(moments), 8)
+            weak = [storage_of(v)._weak_ref() for v in moments if v.numel()]
+            for ledger in plugin._ledgers.values():
+                ledger.states.release(True)
+            self.assertEqual([revive(w) for w in weak], [None] * len(weak))
+            self.assertTrue(all(v.numel() == 0 for v in moments))
+            optimizer.state_dict()
+            self.assertTrue(all(v.shape == (64, 64) for v in moments))
+
+    def test_who_looks_sees_it_whole(self):
+        def run():
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            update(model, optimizer, 2)
+            first = state_of(optimizer)
+            saved = io.BytesIO()
+            torch.save(optimizer.state_dict(), saved)
+            update(model, optimizer)
+            other_model = copy.deepcopy(model)
+            other = torch.optim.AdamW(other_model.parameters(), lr=1e-2)
+            saved.seek(0)
+            other.load_state_dict(torch.load(saved))
+            update(other_model, other, 2)
+            update(model, optimizer)
+            return first + state_of(other) + state_of(optimizer) + list(model.parameters())
+
+        plain = [t.detach() for t in run()]
+        with models.plugin(saved_budget=0, optimizer="ddr") as plugin:
+            self.assertTrue(models.same([t.detach() for t in run()], plain))
+            self.assertGreater(plugin.figures()["state_bytes"], 0)
+
+    def test_an_optimizer_that_dies_gives_its_state_back(self):
+        with models.plugin(saved_budget=0, optimizer="ddr") as plugin:
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters())
+            update(model, optimizer)
+            self.assertGreater(plugin.figures()["entries"], 0)
+            del optimizer
+            gc.collect()
+            self.assertEqual(plugin.figures()["entries"], 0)
+
+    def test_a_step_that_fails_leaves_state_that_works(self):
+        with models.plugin(saved_budget=0, optimizer="ddr"):
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            update(model, optimizer)
+
+            def closure():
+                raise KeyError("in the closure")
+
+            with self.assertRaises(KeyError):
+                optimizer.step(closure)
+            update(model, optimizer)
+            got = [p.detach().clone() for p in model.parameters()]
+        plain = layers()
+        update(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 2)
+        self.assertTrue(models.same(got, [p.detach() for p in plain.parameters()]))
+
+    def test_two_optimizers_in_turns(self):
+        def run():
+            left, right = layers(), layers()
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (left, right)]
+            for turn in range(5):
+                update((left, right)[turn % 2], optimizers[turn % 2])
+            return [p.detach().clone() for m in (left, right) for p in m.parameters()]
+
+        plain = run()
+        with models.plugin(saved_budget=0, optimizer="ddr"):
+            self.assertTrue(models.same(run(), plain))
+
+    def test_it_stays_where_the_policy_says_nothing(self):
+        with models.plugin(saved_budget=0) as plugin:
+            model = layers()
+            update(model, torch.optim.AdamW(model.parameters()), 2)
+            self.assertEqual(plugin.figures()["state_bytes"], 0)
+        for owner in (torch.optim.AdamW, torch.optim.SGD):
+            self.assertFalse(hasattr(owner.step, "_terrace"), "the end puts back what was there")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    unittest.main()

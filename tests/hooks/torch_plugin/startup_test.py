@@ -1,0 +1,90 @@
+"""How the plugin gets into a process: by `terrace run` when torch is imported, beside the user's own start files."""
+
+import subprocess
+import unittest
+
+from programs import PYTHON, TRAINING, Place
+
+
+class Startup(unittest.TestCase):
+    def setUp(self):
+        self.place = Place()
+        self.place.__enter__()
+        self.addCleanup(self.place.__exit__)
+
+    def test_a_training_is_tiered_and_its_numbers_are_the_same(self):
+        script = self.place.write("train.py", TRAINING)
+        plain = self.place.plain([PYTHON, script])
+        run = self.place.run([PYTHON, script])
+        self.assertEqual((plain.returncode, run.returncode), (0, 0), run.stderr)
+        self.assertEqual(plain.stdout.splitlines()[0], run.stdout.splitlines()[0])
+        self.assertEqual(plain.stdout.splitlines()[1], "terrace False")
+        self.assertEqual(run.stdout.splitlines()[1], "terrace True", run.stderr)
+        self.assertIn("terrace: torch: 3 rounds of forward and backward", run.stderr)
+        self.assertRegex(run.stderr, r"terrace: HBM peak .*moved [0-9.]+ MiB", "what the daemon saw")
+        self.assertEqual(len(run.stdout.splitlines()), 2, "Terrace writes nothing on stdout")
+
+    def test_a_process_without_torch_is_left_alone(self):
+        script = self.place.write("quiet.py", """
+            import sys
+            print([name for name in sys.modules if name.startswith(("terrace", "torch"))])
+            """)
+        run = self.place.run([PYTHON, script])
+        self.assertEqual((run.stdout, run.stderr), ("[]\n", ""))
+
+    def test_the_users_own_start_files_run_too(self):
+        self.place.write("own/sitecustomize.py", "import sys; sys.own = 'site'; print('site', __file__)")
+        self.place.write("base/lib/python3.11/site-packages/usercustomize.py", "print('user')")
+        script = self.place.write("train.py", "import sys, sitecustomize\nprint(sys.own, sitecustomize.sys.own)\n" + TRAINING)
+        run = self.place.run([PYTHON, script], {"PYTHONPATH": str(self.place.path / "own"),
+                                                "PYTHONUSERBASE": str(self.place.path / "base")})
+        lines = run.stdout.splitlines()
+        self.assertIn(f"site {self.place.path / 'own' / 'sitecustomize.py'}", lines, run.stderr)
+        self.assertIn("user", lines)
+        self.assertIn("site site", lines)
+        self.assertEqual(lines[-1], "terrace True", run.stderr)
+
+    def test_a_start_file_that_fails_is_reported_by_python_as_ever(self):
+        self.place.write("own/sitecustomize.py", "raise ValueError('mine')")
+        script = self.place.write("train.py", TRAINING)
+        run = self.place.run([PYTHON, script], {"PYTHONPATH": str(self.place.path / "own")})
+        self.assertIn("ValueError: mine", run.stderr)
+        self.assertEqual(run.stdout.splitlines()[-1], "terrace True", run.stderr)
+
+    def test_a_virtual_environment(self):
+        made = subprocess.run([PYTHON, "-m", "venv", "--system-site-packages", "--without-pip",
+                               str(self.place.path / "env")], capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            self.skipTest(f"no virtual environments here: {made.stderr}")
+        script = self.place.write("train.py", TRAINING)
+        run = self.place.run([str(self.place.path / "env" / "bin" / "python"), script])
+        self.assertEqual(run.stdout.splitlines()[-1:], ["terrace True"], run.stderr)
+
+    def test_an_isolated_interpreter_is_told_and_an_import_is_enough(self):
+        run = self.place.run([PYTHON, "-I", self.place.write("train.py", TRAINING)])
+        self.assertEqual(run.stdout.splitlines()[-1], "terrace False")
+        self.assertIn("import terrace.torch", run.stderr)
+        folder = run.stderr.split('sys.path.append("')[1].split('"')[0]
+        script = self.place.write("told.py", f'import sys; sys.path.append("{folder}"); import terrace.torch\n' + TRAINING)
+        told = self.place.run([PYTHON, "-I", script])
+        self.assertEqual(told.stdout.splitlines()[-1], "terrace True", told.stderr)
+
+    def test_torch_looks_as_it_did(self):
+        script = self.place.write("look.py", """
+            import torch, sys, importlib.util
+            print(type(torch.__spec__.loader).__name__, type(torch.__loader__).__name__)
+            print(importlib.util.find_spec("torch") is torch.__spec__, sys.path[-1].endswith("terrace_python"))
+            """)
+        run = self.place.run([PYTHON, script])
+        self.assertEqual(run.stdout, "SourceFileLoader SourceFileLoader\nTrue True\n", run.stderr)
+
+    def test_a_module_of_the_user_with_our_name_is_not_shadowed(self):
+        self.place.write("terrace.py", "print('the user has one too')")
+        run = self.place.run([PYTHON, self.place.write("train.py", TRAINING + "\nimport terrace\n")])
+        self.assertEqual(run.returncode, 0, run.stderr)
+        self.assertIn("the user has one too", run.stdout)
+        self.assertIn("terrace: torch: not loaded", run.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

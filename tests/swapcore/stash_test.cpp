@@ -1,0 +1,242 @@
+// Bytes of a framework's memory that go to DDR and back: they are what was spilled in order of the user's
+// stream, whoever else is at work, and with any call failing nothing is lost unsaid and nothing leaks.
+#include "swapcore/stash/stash.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "runtime/emulated/emulated_device.hpp"
+#include "runtime/fault.hpp"
+
+namespace terrace {
+namespace {
+
+using EntryId = Stash::EntryId;
+using Purpose = Stash::Purpose;
+using Memory = std::vector<std::byte>;
+constexpr std::size_t kBytes = 300'000;  // no multiple of anything
+
+struct RigOptions {
+  double link = 8e9;
+  Bytes ddr = 64_MiB;
+};
+
+// A device whose every resource is back at the end, with a stash and a user of its own.
+class Rig {
+ public:
+  explicit Rig(const RigOptions& options = {})
+      : device(std::move(EmulatedDevice::create({.capacity = 64_MiB,
+                                                 .h2d_bytes_per_second = options.link,
+                                                 .d2h_bytes_per_second = options.link}))
+                   .value()),
+        user(*device->create_stream(StreamPriority::kNormal)) {}
+  [[nodiscard]] Status open(const RigOptions& options = {}) {
+    Stash::Options wanted;
+    wanted.policy.hbm.budget = Amount::of(64_MiB);
+    wanted.policy.ddr.budget = Amount::of(options.ddr);
+    wanted.policy.ddr.hugepages = HugePages::kOff;
+    wanted.join_daemon = false;
+    auto opened = Stash::open(*device, std::move(wanted));
+    if (!opened) return opened.error();
+    stash = std::move(opened).value();
+    return {};
+  }
+  ~Rig() {
+    stash.reset();
+    device->destroy_stream(user);
+    EXPECT_EQ(device->pinned_bytes(), 0_B);
+    EXPECT_EQ(device->live_streams(), 0);
+    EXPECT_EQ(device->live_events(), 0);
+  }
+
+  // In order of the user's stream.
+  void write(Memory& memory, int value) {
+    EXPECT_TRUE(
+        device->launch_host(user, [&memory, value] { std::memset(memory.data(), value, memory.size()); }));
+  }
+  [[nodiscard]] bool holds(const Memory& memory, int value) {
+    bool same = true;
+    EXPECT_TRUE(device->launch_host(user, [&] {
+      for (const std::byte byte : memory) same = same && byte == static_cast<std::byte>(value);
+    }));
+    EXPECT_TRUE(device->synchronize(user));
+    return same;
+  }
+
+  std::unique_ptr<EmulatedDevice> device;
+  Stream user;
+  std::unique_ptr<Stash> stash;
+};
+
+TEST(Stash, BytesComeBackInOrderOfTheUsersStream) {
+  Rig rig({.link = 100e6});
+  ASSERT_TRUE(rig.open());
+  Memory memory(kBytes), other(kBytes);
+  rig.write(memory, 7);  // not done yet when the spill is asked for
+  const auto id = rig.stash->spill(rig.user, memory.data(), Bytes(kBytes), Purpose::kActivation);
+  ASSERT_TRUE(id) << id.error().text;
+  ASSERT_TRUE(rig.stash->depart(rig.user, *id));
+  rig.write(memory, 0);  // behind the departure: somebody else's bytes
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, other.data()));
+  ASSERT_TRUE(rig.stash->await(rig.user, *id));
+  EXPECT_TRUE(rig.holds(other, 7));
+  EXPECT_TRUE(rig.holds(memory, 0));
+  EXPECT_TRUE(*rig.stash->left(*id));
+  // Once more, from the same entry.
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, memory.data()));
+  ASSERT_TRUE(rig.stash->await(rig.user, *id));
+  EXPECT_TRUE(rig.holds(memory, 7));
+  ASSERT_TRUE(rig.stash->drop(rig.user, *id));
+  const Stash::Counters counters = rig.stash->counters();
+  EXPECT_EQ(counters.spilled, Bytes(kBytes));
+  EXPECT_EQ(counters.restored, Bytes(2 * kBytes));
+  EXPECT_EQ(counters.entries, 0U);
+  EXPECT_GT(counters.spill_stall_seconds, 0) << "the stream waited for 3 ms of link, and nobody counted";
+}
+
+TEST(Stash, TheHostAsAUserWaitsItself) {
+  Rig rig;
+  ASSERT_TRUE(rig.open());
+  Memory memory(kBytes, std::byte{9});
+  const auto id = rig.stash->spill({}, memory.data(), Bytes(kBytes), Purpose::kOptimizer);
+  ASSERT_TRUE(id);
+  ASSERT_TRUE(rig.stash->depart({}, *id));
+  std::memset(memory.data(), 0, kBytes);
+  ASSERT_TRUE(rig.stash->restore({}, *id, memory.data()));
+  ASSERT_TRUE(rig.stash->await({}, *id));
+  EXPECT_EQ(memory, Memory(kBytes, std::byte{9}));
+}
+
+TEST(Stash, AnotherUserMayRestore) {
+  Rig rig({.link = 100e6});
+  ASSERT_TRUE(rig.open());
+  const Stream other = *rig.device->create_stream(StreamPriority::kNormal);
+  Memory memory(kBytes), back(kBytes);
+  rig.write(memory, 5);
+  const auto id = rig.stash->spill(rig.user, memory.data(), Bytes(kBytes), Purpose::kActivation);
+  ASSERT_TRUE(id);
+  ASSERT_TRUE(rig.stash->depart(rig.user, *id));
+  // Nothing orders this stream behind the spill but the stash.
+  ASSERT_TRUE(rig.stash->restore(other, *id, back.data()));
+  ASSERT_TRUE(rig.stash->await(other, *id));
+  ASSERT_TRUE(rig.device->synchronize(other));
+  EXPECT_EQ(back, Memory(kBytes, std::byte{5}));
+  rig.device->destroy_stream(other);
+}
+
+TEST(Stash, ADropInTheMiddleLeavesTheMemoryAlone) {
+  for (const bool restoring : {false, true}) {
+    Rig rig({.link = 20e6});
+    ASSERT_TRUE(rig.open());
+    Memory memory(kBytes), back(kBytes);
+    rig.write(memory, 3);
+    const auto id = rig.stash->spill(rig.user, memory.data(), Bytes(kBytes), Purpose::kActivation);
+    ASSERT_TRUE(id);
+    if (restoring) {
+      ASSERT_TRUE(rig.stash->depart(rig.user, *id));
+      ASSERT_TRUE(rig.stash->restore(rig.user, *id, back.data()));
+    }
+    ASSERT_TRUE(rig.stash->drop(rig.user, *id));
+    rig.write(back, 1);  // behind whatever was still arriving there
+    EXPECT_TRUE(rig.holds(back, 1)) << "a copy wrote into memory that was given back";
+    EXPECT_EQ(rig.stash->drop(rig.user, *id).error().code, Errc::kNotFound);
+  }
+}
+
+TEST(Stash, DdrThatIsFullRefusesAndRecovers) {
+  const RigOptions options{.ddr = 1_MiB};
+  Rig rig(options);
+  ASSERT_TRUE(rig.open(options));
+  Memory memory(1 << 20, std::byte{1});
+  const auto first = rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation);
+  ASSERT_TRUE(first);
+  const auto second = rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation);
+  ASSERT_FALSE(second);
+  EXPECT_EQ(second.error().code, Errc::kOutOfBudget);
+  ASSERT_TRUE(rig.stash->drop({}, *first));
+  EXPECT_TRUE(rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation)) << "room was given back";
+}
+
+TEST(Stash, WrongOrderOfCallsIsRefused) {
+  Rig rig;
+  ASSERT_TRUE(rig.open());
+  Memory memory(kBytes);
+  EXPECT_EQ(rig.stash->spill({}, nullptr, 1_B, Purpose::kActivation).error().code, Errc::kInvalidArgument);
+  EXPECT_EQ(rig.stash->spill({}, memory.data(), 0_B, Purpose::kActivation).error().code,
+            Errc::kInvalidArgument);
+  EXPECT_EQ(rig.stash->depart({}, {77}).error().code, Errc::kNotFound);
+  const auto id = rig.stash->spill({}, memory.data(), Bytes(kBytes), Purpose::kActivation);
+  ASSERT_TRUE(id);
+  EXPECT_EQ(rig.stash->await({}, *id).error().code, Errc::kInvalidArgument);
+  EXPECT_EQ(rig.stash->restore({}, *id, nullptr).error().code, Errc::kInvalidArgument);
+}
+
+// Each thread has entries of its own and checks every byte that comes back.
+TEST(Stash, ThreadsAtOnce) {
+  Rig rig;
+  ASSERT_TRUE(rig.open());
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(static_cast<unsigned>(t));
+      for (int i = 0; i < 50; ++i) {
+        const std::size_t size = 1000 + random() % 100'000;
+        const auto value = static_cast<std::byte>(t * 50 + i);
+        Memory memory(size, value), back(size);
+        const auto id = rig.stash->spill({}, memory.data(), Bytes(size), Purpose::kActivation);
+        ASSERT_TRUE(id);
+        ASSERT_TRUE(rig.stash->depart({}, *id));
+        memory.assign(size, std::byte{0});
+        ASSERT_TRUE(rig.stash->restore({}, *id, back.data()));
+        ASSERT_TRUE(rig.stash->await({}, *id));
+        ASSERT_EQ(back, Memory(size, value));
+        ASSERT_TRUE(rig.stash->drop({}, *id));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(rig.stash->counters().entries, 0U);
+}
+
+// What a framework does, until the first error: then the only copy is where the contract says.
+Status churn(Rig& rig, unsigned seed, bool* wrong) {
+  std::mt19937 random(seed);
+  for (int i = 0; i < 12; ++i) {
+    const auto value = static_cast<int>(random() % 200) + 1;
+    Memory memory(4096 + random() % 4096), back(memory.size());
+    std::memset(memory.data(), value, memory.size());
+    auto id = rig.stash->spill(rig.user, memory.data(), Bytes(memory.size()), Purpose::kActivation);
+    if (!id) return id.error();
+    Status status = rig.stash->depart(rig.user, *id);
+    if (status) status = rig.stash->restore(rig.user, *id, back.data());
+    if (status) status = rig.stash->await(rig.user, *id);
+    if (status) status = rig.device->synchronize(rig.user);
+    if (status && back != memory) *wrong = true;
+    (void)rig.stash->drop(rig.user, *id);
+    (void)rig.device->synchronize(rig.user);  // before the memory goes
+    if (!status) return status;
+  }
+  return {};
+}
+
+TEST(Stash, LeaksNothingWhicheverCallFails) {
+  bool fired = true;
+  for (std::uint64_t nth = 1; fired; ++nth) {
+    Rig rig;
+    bool wrong = false;
+    const ScopedFaults faults(fail_call(nth));
+    Status status = rig.open();
+    if (status) status = churn(rig, static_cast<unsigned>(nth), &wrong);
+    fired = faults.fired();
+    EXPECT_FALSE(wrong) << "call " << nth << " failed and nobody said so";
+    EXPECT_TRUE(status || fired) << status.error().text;
+  }
+}
+
+}  // namespace
+}  // namespace terrace
