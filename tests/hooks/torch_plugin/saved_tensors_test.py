@@ -320,6 +320,47 @@ class SavedTensors(unittest.TestCase):
             Square.apply(tensor(requires_grad=True) * 2).backward()
             self.assertEqual(plugin.figures()["spills"], 1, "the hooks are there again")
 
+    @unittest.skipUnless(hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+                         "this PyTorch does not say whose hooks are installed")
+    def test_hooks_rest_where_there_is_room_and_wake_where_there_is_not(self):
+        class Roomy:
+            room = True
+
+            def is_roomy(self):
+                return self.room
+
+            def limit(self, held, states, in_backward):
+                return 1 << 40 if self.room else 0
+
+            def note(self, nbytes):
+                pass
+
+            begin_round = end_round = lambda self: None
+
+        with models.plugin(saved_budget=0) as plugin:
+            budget = Roomy()
+            plugin.ledger_of(torch.device("cpu")).budget = budget
+            weight = torch.nn.Parameter(torch.ones(64))
+            optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+            def step():
+                (tensor() * weight).sin().sum().backward()
+                optimizer.step()
+
+            for _ in range(3):
+                step()
+            self.assertFalse(plugin.saved.installed)
+            rounds = plugin.figures()["rounds"]
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                step()  # the program's own come and go as ever
+            step()
+            self.assertEqual(plugin.figures()["rounds"], rounds)
+            budget.room = False
+            step()
+            step()
+            self.assertTrue(plugin.saved.installed)
+            self.assertGreater(plugin.figures()["spills"], 0)
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

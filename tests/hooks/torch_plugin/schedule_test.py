@@ -32,7 +32,8 @@ class Learning(unittest.TestCase):
         schedule = Schedule()
         for _ in range(3):
             schedule.save(1)
-        self.assertEqual(list(schedule.upcoming()), [2, 1, 0])
+        self.assertEqual(list(schedule.order()), [2, 1, 0])
+        self.assertEqual([schedule.place(save) for save in (2, 1, 0)], [0, 1, 2])
         self.assertGreater(schedule.distance(0), schedule.distance(2))
 
     def test_a_round_is_expected_as_it_was(self):
@@ -40,8 +41,9 @@ class Learning(unittest.TestCase):
         follow(schedule, [1, 2, 3], [1, 2, 0])
         for nbytes in (1, 2, 3):
             schedule.save(nbytes)
-        schedule.use(1)
-        self.assertEqual(list(schedule.upcoming()), [2, 0])
+        self.assertEqual(list(schedule.order()), [1, 2, 0])
+        self.assertEqual([schedule.place(save) for save in (1, 2, 0, 9)], [0, 1, 2, 3])
+        self.assertLess(schedule.distance(1), schedule.distance(0))
         self.assertEqual(schedule.changes, 0)
 
     def test_another_shape_is_noticed_and_learned(self):
@@ -52,7 +54,7 @@ class Learning(unittest.TestCase):
         schedule.save(1)
         schedule.save(9)
         schedule.save(3)
-        self.assertEqual(list(schedule.upcoming()), [0, 1, 2])
+        self.assertEqual(list(schedule.order()), [0, 1, 2])
 
     def test_two_kinds_of_round_in_turns_are_both_known(self):
         schedule = Schedule()

@@ -144,6 +144,7 @@ class OptimizerStates:
         self._ledger_of = ledger_of
         self._device_type = device_type
         self._smallest = smallest
+        self.before_step = lambda: None
         self.on_step = lambda: None
         self.tier_is_ddr = False
         self._ledgers = {}
@@ -188,6 +189,7 @@ class OptimizerStates:
 
         @functools.wraps(original)  # with PyTorch's own marks
         def step(optimizer, *args, **kwargs):
+            self.before_step()
             self.bring_all()
             try:
                 return original(optimizer, *args, **kwargs)

@@ -7,7 +7,7 @@ import time
 import torch
 
 from . import report
-from .budget import DeviceBudget, FixedBudget
+from .budget import DeviceBudget, FixedBudget, TorchMemory
 from .library import UNLIMITED, Stash, TerraceError
 from .optimizer_states import OptimizerStates
 from .residency import Ledger
@@ -42,6 +42,7 @@ class Plugin:
         self._since = None
         self.saved = SavedTensors(self.ledger_of, device_type, self._settings.smallest)
         self.states = OptimizerStates(self.ledger_of, device_type, self._settings.smallest)
+        self.states.before_step = self._settle
         self.states.on_step = self._note_step
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
         self._thread_start = None
@@ -121,7 +122,7 @@ class Plugin:
         elif budgets.activations != UNLIMITED or self._kind == "emulated":
             budget = FixedBudget(budgets.activations)
         else:
-            budget = DeviceBudget(device, budgets.hbm)
+            budget = DeviceBudget(TorchMemory(device), budgets.hbm)
         streams = CudaStreams if self._kind == "cuda" else HostStreams
         ledger = Ledger(stash, device, budget, Schedule(), streams)
         self._ledgers[device] = ledger
@@ -165,6 +166,12 @@ class Plugin:
 
     # ------------------------------------------------------------ counting
 
+    def _settle(self):
+        """Backward is over: what the update does to the allocator is no part of the round."""
+        for ledger in self._ledgers.values():
+            if not ledger.closed:
+                ledger.settle()
+
     def _note_step(self):
         now = time.monotonic()
         seconds, self._since = (now - self._since if self._since is not None else 0.0), now
@@ -173,6 +180,18 @@ class Plugin:
         for ledger in self._ledgers.values():
             ledger.settle()
             ledger.stash.note_step(seconds, ledger.held_peak)
+        self._rest_or_wake()
+
+    def _rest_or_wake(self):
+        """Where everything fits with room to spare the hooks go away, and this costs nothing; they come back when
+        PyTorch's peak has come near the budget. Between steps, where a program has no hooks of its own."""
+        ledgers = self._ledgers.values()
+        roomy = bool(ledgers) and all(ledger.budget.is_roomy() for ledger in ledgers)
+        if not roomy:
+            if not self.saved.installed:
+                self.saved.install()
+        elif self.saved.is_on_top and all(l.rounds >= 2 and l.spills_in_round == 0 for l in ledgers):
+            self.saved.remove()
 
     def figures(self):
         total = dict.fromkeys(("rounds", "changes", "held", "held_peak", "revived_bytes", "spilled_bytes", "restored_bytes",

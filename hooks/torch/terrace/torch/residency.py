@@ -85,7 +85,11 @@ class Ledger:
         self._gone = collections.deque()
         self._victims = set()
         self.rounds = 0  # with backward, to their end
+        self.spills_in_round = 0
+        self._nothing = {}  # by dtype: what an alias shows while its storage is away
         self._alive = 0
+        self._order_length = 0
+        self._ahead = 0  # in the schedule's order: up to here all are in HBM, or used
         self._uncopied = collections.deque()  # numbers, oldest first: whose copies may start early
 
     @property
@@ -93,7 +97,7 @@ class Ledger:
         return self._alive == 0
 
     def limit(self):
-        return self.budget.limit(self.held, self.states.held)
+        return self.budget.limit(self.held, self.states.held, self.schedule.in_backward)
 
     def stream(self):
         """The raw stream on which this thread works."""
@@ -131,8 +135,11 @@ class Ledger:
 
     def _begin_round(self):
         self._heap.clear()
+        self._order_length = self._ahead = 0
         self._uncopied.clear()
         self._recent.clear()
+        self.budget.begin_round()
+        self.spills_in_round = 0
         expected = self.schedule.expected
         self._victims = set()
         if expected is not None:
@@ -178,6 +185,7 @@ class Ledger:
     def _start_copy(self, entry):
         try:
             entry.copy = self.stash.spill(entry.stream, entry.storage.data_ptr(), entry.nbytes)
+            self.spills_in_round += 1
         except TerraceError as error:
             self.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
             entry.stuck = True
@@ -198,7 +206,7 @@ class Ledger:
             entry.stuck = True
             return False
         for alias, _ in entry.views:
-            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            alias.data = self._empty(alias.dtype)
         if entry.shown:
             # What may be saved again, or found with others, is from here on the storage that it came back in.
             self._by_storage.pop(entry.known, None)
@@ -206,6 +214,7 @@ class Ledger:
             entry.weak, entry.known, entry.shown = entry.storage._weak_ref(), entry.shown, 0
         entry.storage = None
         self.held -= entry.nbytes
+        self._ahead = min(self._ahead, self.schedule.place(entry.number))
         return True
 
     def enforce(self):
@@ -213,10 +222,12 @@ class Ledger:
         limit = self.limit()
         self._start_early(limit)
         self.states.release(self.held > limit)
-        self._leave_until(self.limit())
-        self.held_peak = max(self.held_peak, self.idle())
+        if self.held > limit:
+            self._leave_until(self.limit())
+        if self.held > self.held_peak:
+            self.held_peak = max(self.held_peak, self._idle())
 
-    def idle(self):
+    def _idle(self):
         """Bytes in HBM that no operator is at work on, as far as can be told."""
         recent = (self._entries.get(number) for number in set(self._recent))
         entries = (reference() for reference in recent if reference is not None)
@@ -239,7 +250,7 @@ class Ledger:
 
     def _start_early(self, limit):
         """Copies begin before anybody needs the room: of the plan's victims, or of the oldest where half is full."""
-        if self.schedule.uses:
+        if self.schedule.in_backward:
             return
         planned = self.schedule.expected is not None
         while self._uncopied:
@@ -263,8 +274,14 @@ class Ledger:
         """One more view of the entry, as it is saved."""
         if entry.storage is None:
             # Saved again after it has left, by whoever still held it then.
-            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            alias.data = self._empty(alias.dtype)
         entry.views.append((alias, geometry))
+
+    def _empty(self, dtype):
+        nothing = self._nothing.get(dtype)
+        if nothing is None:
+            nothing = self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return nothing
 
     def _fill(self, entry, storage):
         """The aliases show the storage, each as it was saved; their version counters stay."""
@@ -326,7 +343,8 @@ class Ledger:
             # Read again and again: its copy is as good, so it may be the first to leave.
             heapq.heappush(self._heap, (-(1 << 61), entry.number))
         self._prefetch(stream)
-        self.held_peak = max(self.held_peak, self.idle())
+        if self.held > self.held_peak:
+            self.held_peak = max(self.held_peak, self._idle())
 
     def _prefetch(self, stream):
         """What backward reads next comes back as far as there is room; behind the last of it, optimizer state."""
@@ -338,15 +356,20 @@ class Ledger:
             self.failures["prefetch_failed"] += 1
 
     def _bring_upcoming(self, stream):
-        limit = self.limit()
-        for number in self.schedule.upcoming():
+        limit = None
+        order = self.schedule.order()
+        if len(order) != self._order_length:
+            self._order_length, self._ahead = len(order), 0
+        while self._ahead < len(order):
+            number = order[self._ahead]
             reference = self._entries.get(number)
             entry = reference() if reference is not None else None
-            if entry is None or entry.storage is not None:
-                continue
-            if self.held + entry.nbytes > limit:
-                return False
-            self._bring(entry, stream)
+            if entry is not None and entry.storage is None and not self.schedule.was_used(number):
+                limit = self.limit() if limit is None else limit
+                if self.held + entry.nbytes > limit:
+                    return False
+                self._bring(entry, stream)
+            self._ahead += 1
         return True
 
     def close(self):

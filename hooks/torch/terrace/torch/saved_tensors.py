@@ -10,7 +10,7 @@ import threading
 import torch
 from torch.utils.data import get_worker_info
 
-from .torch_versions import pop_default_hooks, push_default_hooks, storage_of
+from .torch_versions import pop_default_hooks, push_default_hooks, storage_of, top_default_hooks
 
 
 class Kept:
@@ -134,6 +134,11 @@ class SavedTensors:
         if getattr(self._threads, "installed", False):
             pop_default_hooks()
             self._threads.installed = False
+
+    @property
+    def is_on_top(self):
+        """Ours are what a tensor saved now would meet. Known from PyTorch 2.1 on; before, never."""
+        return self.installed and top_default_hooks() == (self.pack, self.unpack)
 
     @property
     def installed(self):

@@ -65,6 +65,10 @@ class Schedule:
             self._used.add(number)
             self.uses.append(number)
 
+    @property
+    def in_backward(self):
+        return bool(self.uses)
+
     def was_used(self, number):
         return number in self._used
 
@@ -74,10 +78,15 @@ class Schedule:
             return self.expected.turn.get(number, _FAR)
         return -number
 
-    def upcoming(self):
-        """Saves in the order in which backward will read them from here on."""
-        order = self.expected.uses if self.expected is not None else range(len(self.sizes) - 1, -1, -1)
-        return (number for number in order if number not in self._used)
+    def order(self):
+        """Saves in the order in which backward is expected to read them."""
+        return self.expected.uses if self.expected is not None else range(len(self.sizes) - 1, -1, -1)
+
+    def place(self, number):
+        """Where a save stands in order(); its end where it does not."""
+        if self.expected is not None:
+            return self.expected.turn.get(number, len(self.expected.uses))
+        return len(self.sizes) - 1 - number
 
     def end(self):
         """The graph has let go of all. One without backward teaches nothing."""

@@ -49,3 +49,8 @@ def push_default_hooks(pack, unpack):
 
 def pop_default_hooks():
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_default_hooks():
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None
