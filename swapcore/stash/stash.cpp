@@ -36,7 +36,7 @@ Stash::~Stash() {
   {
     const std::lock_guard lock(mutex_);
     for (auto& [id, entry] : entries_) {
-      entry->in.cancel();
+      if (entry->in.valid()) entry->in.cancel();
       entry->out.cancel();
       retired_.push_back(std::move(entry));
     }

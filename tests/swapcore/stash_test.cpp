@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <future>
 #include <random>
 #include <thread>
 #include <vector>
@@ -74,13 +75,17 @@ class Rig {
 };
 
 TEST(Stash, BytesComeBackInOrderOfTheUsersStream) {
-  Rig rig({.link = 100e6});
+  Rig rig({.link = 5e6});
   ASSERT_TRUE(rig.open());
   Memory memory(kBytes), other(kBytes);
+  std::promise<void> gate;
+  ASSERT_TRUE(rig.device->launch_host(rig.user, [&gate] { gate.get_future().wait(); }));
   rig.write(memory, 7);  // not done yet when the spill is asked for
   const auto id = rig.stash->spill(rig.user, memory.data(), Bytes(kBytes), Purpose::kActivation);
   ASSERT_TRUE(id) << id.error().text;
   ASSERT_TRUE(rig.stash->depart(rig.user, *id));
+  EXPECT_FALSE(*rig.stash->left(*id));
+  gate.set_value();
   rig.write(memory, 0);  // behind the departure: somebody else's bytes
   ASSERT_TRUE(rig.stash->restore(rig.user, *id, other.data()));
   ASSERT_TRUE(rig.stash->await(rig.user, *id));
@@ -96,7 +101,7 @@ TEST(Stash, BytesComeBackInOrderOfTheUsersStream) {
   EXPECT_EQ(counters.spilled, Bytes(kBytes));
   EXPECT_EQ(counters.restored, Bytes(2 * kBytes));
   EXPECT_EQ(counters.entries, 0U);
-  EXPECT_GT(counters.spill_stall_seconds, 0) << "the stream waited for 3 ms of link, and nobody counted";
+  EXPECT_GT(counters.spill_stall_seconds, 0) << "the stream waited for 60 ms of link, and nobody counted";
 }
 
 TEST(Stash, TheHostAsAUserWaitsItself) {
@@ -150,9 +155,9 @@ TEST(Stash, ADropInTheMiddleLeavesTheMemoryAlone) {
 
 TEST(Stash, DdrThatIsFullRefusesAndRecovers) {
   const RigOptions options{.ddr = 1_MiB};
+  Memory memory(1 << 20, std::byte{1});  // outlives the stash, which reads it until its end
   Rig rig(options);
   ASSERT_TRUE(rig.open(options));
-  Memory memory(1 << 20, std::byte{1});
   const auto first = rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation);
   ASSERT_TRUE(first);
   const auto second = rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation);
@@ -163,9 +168,9 @@ TEST(Stash, DdrThatIsFullRefusesAndRecovers) {
 }
 
 TEST(Stash, WrongOrderOfCallsIsRefused) {
+  Memory memory(kBytes);
   Rig rig;
   ASSERT_TRUE(rig.open());
-  Memory memory(kBytes);
   EXPECT_EQ(rig.stash->spill({}, nullptr, 1_B, Purpose::kActivation).error().code, Errc::kInvalidArgument);
   EXPECT_EQ(rig.stash->spill({}, memory.data(), 0_B, Purpose::kActivation).error().code,
             Errc::kInvalidArgument);
@@ -184,9 +189,9 @@ TEST(Stash, ThreadsAtOnce) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       std::mt19937 random(static_cast<unsigned>(t));
-      for (int i = 0; i < 50; ++i) {
+      for (int i = 0; i < 25; ++i) {
         const std::size_t size = 1000 + random() % 100'000;
-        const auto value = static_cast<std::byte>(t * 50 + i);
+        const auto value = static_cast<std::byte>(t * 25 + i);
         Memory memory(size, value), back(size);
         const auto id = rig.stash->spill({}, memory.data(), Bytes(size), Purpose::kActivation);
         ASSERT_TRUE(id);
@@ -206,7 +211,7 @@ TEST(Stash, ThreadsAtOnce) {
 // What a framework does, until the first error: then the only copy is where the contract says.
 Status churn(Rig& rig, unsigned seed, bool* wrong) {
   std::mt19937 random(seed);
-  for (int i = 0; i < 12; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const auto value = static_cast<int>(random() % 200) + 1;
     Memory memory(4096 + random() % 4096), back(memory.size());
     std::memset(memory.data(), value, memory.size());
@@ -226,7 +231,7 @@ Status churn(Rig& rig, unsigned seed, bool* wrong) {
 
 TEST(Stash, LeaksNothingWhicheverCallFails) {
   bool fired = true;
-  for (std::uint64_t nth = 1; fired; ++nth) {
+  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 12) {
     Rig rig;
     bool wrong = false;
     const ScopedFaults faults(fail_call(nth));
