@@ -47,6 +47,48 @@ class OptimizerStates(unittest.TestCase):
                 self.assertGreater(figures["state_bytes"], 0, name)
                 self.assertEqual(figures["failures"], {})
 
+    def test_updates_in_slices_have_the_same_bits_and_stay_within_the_room(self):
+        for name, optimizer in OPTIMIZERS.items():
+            plain = models.train(optimizer=optimizer)
+            whole = 0
+            for room in (1 << 40, 400_000, 0):
+                with models.plugin(saved_budget=1 << 40, optimizer="ddr", update_room=room) as plugin:
+                    most = [0]
+                    spied = plugin.states._send
+
+                    def send(opt, parameters, spied=spied, most=most):
+                        here = sum(v.numel() * v.element_size() for values in opt.state.values()
+                                   for v in values.values() if isinstance(v, torch.Tensor))
+                        most[0] = max(most[0], here)
+                        spied(opt, parameters)
+
+                    plugin.states._send = send
+                    self.assertTrue(models.same(models.train(optimizer=optimizer), plain), f"{name}, {room}")
+                    self.assertEqual(plugin.figures()["failures"], {})
+                whole = max(whole, most[0])
+                if room == 0:
+                    self.assertLess(most[0], whole / 2, f"{name}: all of it was there at one time")
+
+    def test_a_step_with_hooks_or_a_closure_is_never_cut(self):
+        with models.plugin(saved_budget=1 << 40, optimizer="ddr", update_room=0):
+            model = layers()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            calls = []
+
+            def closure():
+                calls.append(1)
+                optimizer.zero_grad()
+                loss = model(torch.ones(8, 64)).pow(2).sum()
+                loss.backward()
+                return loss
+
+            self.assertIsInstance(optimizer.step(closure), torch.Tensor)
+            self.assertEqual(len(calls), 1)
+            if hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(lambda *unused: calls.append(2))
+                optimizer.step()
+                self.assertEqual(calls, [1, 2])
+
     def test_state_that_left_is_no_longer_in_memory(self):
         with models.plugin(saved_budget=0, optimizer="ddr") as plugin:
             model = layers()

@@ -15,6 +15,10 @@ class FixedBudget:
     def limit(self, held, states, in_backward):
         return self.nbytes
 
+    def room(self, held, states):
+        """Bytes for optimizer state, were all of it away; None: nothing is said of it."""
+        return None
+
     def note(self, nbytes):
         pass
 
@@ -79,6 +83,10 @@ class DeviceBudget:
                 self._forward_others = max(self._forward_others, self._others)
         others = self._others if in_backward else max(self._expected_others, self._forward_others)
         return max(0, int(self._nbytes * (1 - self.SPARE)) - others - states - self._unseen)
+
+    def room(self, held, states):
+        self._since = self.READ_EVERY
+        return max(0, self.limit(held, states, True) + states - held)
 
     def begin_round(self):
         self._peak_before = self._memory.peak()

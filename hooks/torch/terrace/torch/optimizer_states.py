@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from .library import FOR_OPTIMIZER, TerraceError
+from .optimizer_slices import Sliced, bytes_of, cut, may_slice
 from .torch_versions import new_storage, storage_of, view_of
 
 
@@ -70,6 +71,7 @@ class DeviceStates:
                 self._end(state)
                 continue
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor._terrace_bytes = state.nbytes
             state.storage = None
             self.held -= state.nbytes
             self.away.append(state)
@@ -94,11 +96,15 @@ class DeviceStates:
         """Those that the next update reads first, as far as there is room."""
         while self.away and self.away[0].nbytes <= room:
             room -= self.away[0].nbytes
-            self._start()
+            self._start(0)
 
-    def _start(self):
-        """The first that is away begins to come back."""
-        ledger, state = self._ledger, self.away[0]
+    def start(self, wanted):
+        """Those of these tensors that are away begin to come back."""
+        for index in [i for i, state in enumerate(self.away) if id(state.tensor()) in wanted][::-1]:
+            self._start(index)
+
+    def _start(self, index):
+        ledger, state = self._ledger, self.away[index]
         tensor = state.tensor()
         if tensor is not None:
             storage = new_storage(state.nbytes, ledger.device)
@@ -110,16 +116,19 @@ class DeviceStates:
             self.back.append(state)
         else:
             self._end(state)
-        del self.away[0]
+        del self.away[index]
 
     def bring_all(self):
         """Every state is whole, in order of the current stream."""
-        ledger = self._ledger
         while self.away:
-            self._start()
+            self._start(0)
+        self.wait({id(state.tensor()) for state in self.back + self.leaving})
+
+    def wait(self, wanted):
+        """Those of these tensors that are not away are whole, in order of the current stream, and stay."""
+        ledger = self._ledger
         stream = ledger.stream()
-        while self.back:
-            state = self.back[0]
+        for state in [state for state in self.back if id(state.tensor()) in wanted]:
             ledger.stash.wait_for(stream, state.copy)
             tensor = state.tensor()
             if tensor is not None:
@@ -127,12 +136,12 @@ class DeviceStates:
                 ledger.tie(tensor, state.stream, stream)
             state.stream = stream
             self._end(state)
-            del self.back[0]
-        while self.leaving:
+            self.back.remove(state)
+        for state in [state for state in self.leaving if id(state.tensor()) in wanted]:
             # Its bytes are here: whoever writes them comes behind the copy.
-            state = self.leaving.pop()
             state.stream = stream
             self._end(state)
+            self.leaving.remove(state)
 
 
 class OptimizerStates:
@@ -147,6 +156,7 @@ class OptimizerStates:
         self.before_step = lambda: None
         self.on_step = lambda: None
         self.tier_is_ddr = False
+        self.update_room = lambda: None  # bytes of HBM for state while an update runs; None: as many as it takes
         self._ledgers = {}
         self._originals = {}
         self._wrapped = []  # (class, its own step)
@@ -190,11 +200,14 @@ class OptimizerStates:
         @functools.wraps(original)  # with PyTorch's own marks
         def step(optimizer, *args, **kwargs):
             self.before_step()
-            self.bring_all()
             try:
+                runs = self._runs(optimizer, args, kwargs)
+                if len(runs) > 1:
+                    return self._step_in_runs(optimizer, original, runs)
+                self.bring_all()
                 return original(optimizer, *args, **kwargs)
             finally:
-                self._send(optimizer)
+                self._send(optimizer, None)
                 self.on_step()
 
         step._terrace = True
@@ -207,14 +220,48 @@ class OptimizerStates:
                 if not ledger.closed:
                     ledger.states.bring_all()
 
-    def _send(self, optimizer):
+    def _runs(self, optimizer, args, kwargs):
+        """Parameters in runs: two runs at a time have room, one at work and one on its way."""
+        if not self.tier_is_ddr or not may_slice(optimizer, args, kwargs):
+            return []
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sizes = [bytes_of(optimizer, p) for p in parameters]
+        room = self.update_room()
+        if room is None or sum(sizes) <= room:
+            return []
+        return [[parameters[i] for i in run] for run in cut(sizes, room // 2)]
+
+    @staticmethod
+    def _tensors(optimizer, parameters):
+        return {id(v) for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)}
+
+    def _step_in_runs(self, optimizer, original, runs):
+        for turn, run in enumerate(runs):
+            for ledger in self._ledgers.values():
+                with ledger.lock:
+                    ledger.states.start(self._tensors(optimizer, run))
+                    ledger.states.wait(self._tensors(optimizer, run))
+            with Sliced(optimizer, run):
+                original(optimizer)
+            self._send(optimizer, run)
+            for ledger in self._ledgers.values():
+                with ledger.lock:
+                    # In order of the stream: the update of this run, its way out, the next run's way in.
+                    if turn + 1 < len(runs):
+                        ledger.states.start(self._tensors(optimizer, runs[turn + 1]))
+                    ledger.states.release(True)
+
+    def _send(self, optimizer, parameters):
+        """State of these parameters begins to leave; of all whose state is here, where none are named."""
         if not self.tier_is_ddr:
             return
+        chosen = None if parameters is None else {id(p) for p in parameters}
+        travelling = {id(s.tensor()) for ledger in self._ledgers.values() for s in ledger.states.leaving + ledger.states.back}
         for parameter, values in optimizer.state.items():
-            if not isinstance(values, dict):
+            if not isinstance(values, dict) or (chosen is not None and id(parameter) not in chosen):
                 continue
             for value in values.values():
-                if self._may_move(value, parameter):
+                if self._may_move(value, parameter) and id(value) not in travelling:
                     self._send_one(value)
 
     def _may_move(self, value, parameter):

@@ -20,12 +20,13 @@ class Settings:
     """What may be said in a program instead of in the policy."""
 
     def __init__(self, saved_budget=None, smallest=1 << 20, ddr_budget=0, optimizer=None, emulated_link=None,
-                 join_daemon=True):
+                 update_room=None, join_daemon=True):
         self.saved_budget = saved_budget  # bytes of HBM for saved tensors; None: as the policy says
         self.smallest = smallest  # bytes of a tensor that is worth moving
         self.ddr_budget = ddr_budget  # 0: as the policy says
         self.optimizer = optimizer  # "hbm" or "ddr"; None: as the policy says
         self.emulated_link = emulated_link  # bytes a second
+        self.update_room = update_room  # bytes of HBM for optimizer state in an update; None: as the budget leaves
         self.join_daemon = join_daemon
 
 
@@ -44,6 +45,7 @@ class Plugin:
         self.states = OptimizerStates(self.ledger_of, device_type, self._settings.smallest)
         self.states.before_step = self._settle
         self.states.on_step = self._note_step
+        self.states.update_room = self._update_room
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
         self._thread_start = None
 
@@ -165,6 +167,14 @@ class Plugin:
         torch.autograd.graph.disable_saved_tensors_hooks = Away
 
     # ------------------------------------------------------------ counting
+
+    def _update_room(self):
+        """What the budgets leave for optimizer state now; None: they say nothing of it."""
+        if self._settings.update_room is not None:
+            return self._settings.update_room
+        rooms = [ledger.budget.room(ledger.held, ledger.states.held) for ledger in self._ledgers.values()]
+        known = [room for room in rooms if room is not None]
+        return min(known) if known else None
 
     def _settle(self):
         """Backward is over: what the update does to the allocator is no part of the round."""
