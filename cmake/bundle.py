@@ -110,6 +110,9 @@ def copy_binaries(build, out):
                 shutil.copy2(path, target)
                 output_of(["strip", "--strip-unneeded", target])
                 copied.append(path)
+    if (build / "lib" / "terrace_python").is_dir():
+        shutil.copytree(build / "lib" / "terrace_python", out / "lib" / "terrace_python",
+                        ignore=shutil.ignore_patterns("__pycache__"))
     if not copied:
         raise BundleError(f"nothing was built in {build}")
     return copied

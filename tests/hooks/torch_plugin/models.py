@@ -83,17 +83,18 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
 
 
-def train(model_options=None, steps=3, micro_batches=1, autocast=False, optimizer=None, batch=2, time=32):
+def train(model_options=None, steps=3, micro_batches=1, autocast=False, optimizer=None, batch=2, time=32,
+          device="cpu"):
     """Losses, every gradient of every step and the last weights, as bytes that compare."""
     torch.manual_seed(0)
-    model = Model(**(model_options or {}))
+    model = Model(**(model_options or {})).to(device)
     opt = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2)))(model.parameters())
     generator = torch.Generator().manual_seed(1)
     seen = []
     for _ in range(steps):
         for _ in range(micro_batches):
-            data = torch.randint(0, 128, (batch, time + 1), generator=generator)
-            context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+            data = torch.randint(0, 128, (batch, time + 1), generator=generator).to(device)
+            context = torch.autocast(device, dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
             with context:
                 loss = model(data[:, :-1], data[:, 1:])
             (loss / micro_batches).backward()
@@ -116,12 +117,12 @@ def same(left, right):
 
 
 @contextlib.contextmanager
-def plugin(**settings):
+def plugin(device="emulated", **settings):
     import terrace.torch
 
     options = dict(smallest=SMALLEST, emulated_link=FAST_LINK, join_daemon=False, ddr_budget=1 << 30)
     options.update(settings)
-    enabled = terrace.torch.enable("emulated", **options)
+    enabled = terrace.torch.enable(device, **options)
     try:
         yield enabled
     finally:
