@@ -12,7 +12,7 @@ from torch import nn
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-width, layers, batch, steps = (4096, 24, 8192, 20) if device == "cuda" else (256, 8, 1024, 5)
+width, layers, batch, steps = (4096, 24, 8192, 20) if device == "cuda" else (256, 4, 1024, 4)
 model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
                         for _ in range(layers))).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -65,12 +65,12 @@ class Place:
         clean.update(TERRACE_TORCH_DEVICE="emulated", PYTHONDONTWRITEBYTECODE="1", **(more or {}))
         return clean
 
-    def command(self, arguments):
+    def command(self, arguments, policy=None):
         return [str(BIN / "terrace"), "run", "--socket", str(self.path / "s"), "--listen", "127.0.0.1:0", "--policy",
-                str(self.path / "policy.toml"), "--", *arguments]
+                str(policy or self.path / "policy.toml"), "--", *arguments]
 
-    def run(self, arguments, environment=None):
-        return subprocess.run(self.command(arguments), env=self.environment(environment), cwd=self.path,
+    def run(self, arguments, environment=None, policy=None):
+        return subprocess.run(self.command(arguments, policy), env=self.environment(environment), cwd=self.path,
                               capture_output=True, text=True, timeout=120, check=False)
 
     def plain(self, arguments):

@@ -2,8 +2,11 @@
 
 import subprocess
 import unittest
+from pathlib import Path
 
 from programs import PYTHON, TRAINING, Place
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pytorch"
 
 
 class Startup(unittest.TestCase):
@@ -23,6 +26,14 @@ class Startup(unittest.TestCase):
         self.assertIn("terrace: torch: 3 rounds of forward and backward", run.stderr)
         self.assertRegex(run.stderr, r"terrace: HBM peak .*moved [0-9.]+ MiB", "what the daemon saw")
         self.assertEqual(len(run.stdout.splitlines()), 2, "Terrace writes nothing on stdout")
+
+    def test_the_example_prints_the_same_with_its_policy(self):
+        plain = self.place.plain([PYTHON, str(EXAMPLE / "train.py")])
+        run = self.place.run([PYTHON, str(EXAMPLE / "train.py")], policy=EXAMPLE / "policy.toml")
+        self.assertEqual((plain.returncode, run.returncode), (0, 0), run.stderr)
+        self.assertEqual(run.stdout, plain.stdout)
+        self.assertRegex(run.stderr, r"terrace: torch: 4 rounds .* optimizer state moved [0-9.]+ MiB")
+        self.assertRegex(run.stderr, r"terrace: torch: spilled [0-9.]+ MiB")
 
     def test_a_process_without_torch_is_left_alone(self):
         script = self.place.write("quiet.py", """
