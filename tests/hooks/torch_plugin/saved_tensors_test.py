@@ -320,6 +320,37 @@ class SavedTensors(unittest.TestCase):
             Square.apply(tensor(requires_grad=True) * 2).backward()
             self.assertEqual(plugin.figures()["spills"], 1, "the hooks are there again")
 
+    def test_a_budget_that_shrinks_in_backward_is_kept(self):
+        class Shrinking:
+            def limit(self, held, states, in_backward):
+                return 3 * SIZE if in_backward else 1 << 40
+
+            def note(self, nbytes):
+                pass
+
+            def room(self, held, states):
+                return None
+
+            def is_roomy(self):
+                return False
+
+            begin_round = end_round = lambda self: None
+
+        def run():
+            x = tensor(requires_grad=True)
+            y = x * 1
+            for _ in range(12):
+                y = (y * 1.1).sin()
+            y.sum().backward()
+            return [x.grad]
+
+        plain = run()
+        with models.plugin(saved_budget=0) as plugin:
+            plugin.ledger_of(torch.device("cpu")).budget = Shrinking()
+            for _ in range(3):
+                self.assertTrue(models.same(run(), plain))
+            self.assertGreaterEqual(plugin.figures()["spilled_bytes"], 3 * 4 * SIZE)
+
     @unittest.skipUnless(hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
                          "this PyTorch does not say whose hooks are installed")
     def test_hooks_rest_where_there_is_room_and_wake_where_there_is_not(self):
@@ -334,6 +365,9 @@ class SavedTensors(unittest.TestCase):
 
             def note(self, nbytes):
                 pass
+
+            def room(self, held, states):
+                return None
 
             begin_round = end_round = lambda self: None
 

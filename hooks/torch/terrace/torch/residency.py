@@ -342,6 +342,9 @@ class Ledger:
         if not first and entry.copy:
             # Read again and again: its copy is as good, so it may be the first to leave.
             heapq.heappush(self._heap, (-(1 << 61), entry.number))
+        limit = self.limit()
+        if self.held > limit:
+            self._leave_until(limit)  # gradients have come faster than what was saved went
         self._prefetch(stream)
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())
