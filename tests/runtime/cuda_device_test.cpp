@@ -240,6 +240,33 @@ TEST_F(CudaDeviceTest, EventsOrderStreamsAndMeasure) {
   device_->destroy_stream(*other);
 }
 
+// Two names for one stream of the framework's, and the default stream: what is ordered by one is by the
+// other, and the stream outlives its names.
+TEST_F(CudaDeviceTest, AFrameworksStreamIsNamedAndLeftAlone) {
+  const Backed memory(*device_, size_);
+  Pinned host(*device_, size_);
+  for (void* native : {device_->native_stream(stream_), static_cast<void*>(nullptr)}) {
+    const auto named = device_->adopt_stream(native);
+    ASSERT_TRUE(named.ok()) << named.error().text;
+    EXPECT_EQ(device_->native_stream(*named), native);
+    const auto done = device_->create_event();
+    ASSERT_TRUE(done.ok()) << done.error().text;
+    expect_ok(device_->fill(*named, memory.at(), 0x5A, size_));
+    expect_ok(device_->record(*named, *done));
+    expect_ok(device_->wait(stream_, *done));
+    expect_ok(device_->copy(stream_, Direction::kD2H, host.bytes().data(), memory.at(), size_));
+    expect_ok(device_->synchronize(stream_));
+    EXPECT_EQ(host.bytes().back(), std::byte{0x5A});
+    host.bytes().assign(host.bytes().size(), std::byte{0});
+    device_->destroy_event(*done);
+    device_->destroy_stream(*named);
+    EXPECT_FALSE(device_->alive(*named));
+  }
+  EXPECT_TRUE(device_->alive(stream_));
+  expect_ok(device_->fill(stream_, memory.at(), 1, size_));
+  expect_ok(device_->synchronize(stream_));
+}
+
 TEST_F(CudaDeviceTest, PinsARangeOnce) {
   std::vector<std::byte> host(size_.count());
   expect_ok(device_->pin(host.data(), size_));

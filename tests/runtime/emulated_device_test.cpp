@@ -94,6 +94,12 @@ TEST(EmulatedDevice, OpensByKind) {
   EXPECT_EQ(unknown.error().code, Errc::kInvalidArgument);
 }
 
+TEST(EmulatedDevice, HasNoNativeStreamsToAdopt) {
+  auto device = open_emulated_device({});
+  ASSERT_TRUE(device.ok());
+  EXPECT_EQ((*device)->adopt_stream(nullptr).error().code, Errc::kNotSupported);
+}
+
 TEST(EmulatedDevice, CapacityIsAWallAndHolesAreNot) {
   const auto device = open({.capacity = 4 * kChunk, .granularity = kChunk});
   std::vector<Physical> pieces;
