@@ -125,8 +125,9 @@ Bytes Session::Impl::take_peak() {
 void Session::Impl::limit_outputs() {
   measured->hbm_cache_limit = std::min(budgets.swapcore_hbm, saturating_sub(budgets.checkpoint, saved_peak));
   const PoolUsage in_ddr = ddr->usage();
-  const Bytes at_home = in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kOptimizer)] +
-                        in_ddr.live_by_pool[static_cast<std::size_t>(Pool::kExpert)];
+  Bytes at_home;
+  for (const Pool pool : {Pool::kOptimizer, Pool::kExpert, Pool::kGradient})
+    at_home += in_ddr.live_by_pool[static_cast<std::size_t>(pool)];
   measured->ddr_cache_limit = std::min(budgets.swapcore_ddr, saturating_sub(budgets.ddr, at_home));
 }
 

@@ -238,7 +238,8 @@ void ExpertStore::end_step() {
   };
   fade(fired_share_, share);
   fade(compute_seconds_, computed);
-  if (load_ == ExpertLoad::kRouter) fade(asking_seconds_, asked_);
+  if (load_ == ExpertLoad::kRouter)
+    asking_seconds_ = asking_seconds_ > 0 ? (asking_seconds_ + asked_) / 2 : asked_;
   ++steps_;
   if (options_.load != ExpertLoad::kAuto || steps_ < 2) return;
   if (const auto now = costs()) load_by(choose_load(*now, load_));

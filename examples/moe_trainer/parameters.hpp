@@ -127,9 +127,9 @@ class ParameterGroup {
     StateTier experts = StateTier::kHbm;  // what products read of them; in DDR trained ones need state there
     Pool expert_pool = Pool::kWeights;    // that their block counts in
     MatrixRule matrices = MatrixRule::kAdamW;  // Muon has its state in HBM
-    StateTier gradients = StateTier::kHbm;  // of experts; in DDR together with the state
-    Tier* cold = nullptr;                   // where those are that DDR has no room for
-    std::int64_t cold_experts = 0;          // so many, the last; of frozen ones in DDR only, and not all
+    StateTier gradients = StateTier::kHbm;     // of experts; in DDR together with the state
+    Tier* cold = nullptr;                      // where those are that DDR has no room for
+    std::int64_t cold_experts = 0;             // so many, the last; of frozen ones in DDR only, and not all
   };
   // Bytes of what products read of the experts, and whether they are trained.
   [[nodiscard]] Bytes expert_bytes(const Allocation& how);

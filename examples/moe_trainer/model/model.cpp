@@ -15,7 +15,8 @@ constexpr double kEmbeddingDeviation = 0.5;
 void check_muon(const Config& config, const Policy& policy) {
   if (config.train.optimizer != OptimizerKind::kMuon || policy.optimizer.tier != StateTier::kDdr) return;
   bad_input(
-      "train.optimizer: \"muon\" works on whole matrices and keeps its momentum in HBM; use [optimizer] tier = "
+      "train.optimizer: \"muon\" works on whole matrices and keeps its momentum in HBM; use [optimizer] tier "
+      "= "
       "\"hbm\", or \"adamw\"");
 }
 
