@@ -5,8 +5,9 @@
 //   urgent
 //               copy passes it and a bandwidth cap can make it wait.
 //
-// Each class of a direction has a stream of its own and keeps its order: first submitted, first moved. Who
-// waits for a background copy promotes it: what is held back of it goes out at once, as urgent. The engine
+// Each class of a direction has a stream of its own and keeps its order: first submitted, first moved; but an
+// urgent copy passes those whose `after` has not completed. Who waits for a background copy promotes it: what
+// is held back of it goes out at once, as urgent. The engine
 // never waits on the host, and no thread of it spins: a completed chunk wakes one that sleeps, which sends
 // the next. Why: docs/design/0009-copy-engine.md.
 //

@@ -35,7 +35,10 @@ CopyQueue::~CopyQueue() {
     lane.watch.reset();
     if (lane.stream != Stream{}) parts_.device.destroy_stream(lane.stream);
   }
-  if (gates_ != Stream{}) parts_.device.destroy_stream(gates_);
+  for (GateStream& gates : gates_) {
+    gates.newest.reset();
+    if (gates.stream != Stream{}) parts_.device.destroy_stream(gates.stream);
+  }
 }
 
 Status CopyQueue::take_stream(Stream& stream) {
@@ -49,8 +52,8 @@ Status CopyQueue::take_stream(Stream& stream) {
 }
 
 Status CopyQueue::open() {
-  for (Lane& lane : lanes_) {
-    if (Status taken = take_stream(lane.stream); !taken.ok()) return taken;
+  for (const LaneId lane_id : {kUrgentLane, kBackgroundLane}) {
+    if (Status taken = take_stream(lanes_[lane_id].stream); !taken.ok()) return taken;
   }
   return {};
 }
@@ -58,13 +61,13 @@ Status CopyQueue::open() {
 // ---------------------------------------------------------------- what has arrived
 
 void CopyQueue::reap() {
-  for (const LaneId lane_id : {kUrgentLane, kBackgroundLane}) {
+  for (LaneId lane_id = 0; lane_id < kLanes; ++lane_id) {
     Lane& lane = lanes_[lane_id];
     while (!lane.in_flight.empty() && parts_.device.completed(*lane.in_flight.front().arrived))
       retire(lane_id);
   }
-  if (failed_ && lanes_[kUrgentLane].in_flight.empty() && lanes_[kBackgroundLane].in_flight.empty())
-    renew_streams();
+  const auto empty = [](const Lane& lane) { return lane.in_flight.empty(); };
+  if (failed_ && std::all_of(lanes_.begin(), lanes_.end(), empty)) renew_streams();
 }
 
 void CopyQueue::retire(LaneId lane_id) {
@@ -76,7 +79,7 @@ void CopyQueue::retire(LaneId lane_id) {
   lane.bytes -= chunk.size;
   CopyJob& job = *chunk.job;
   --job.in_flight;
-  if (job.last[lane_id] == chunk.arrived) job.last[lane_id] = nullptr;
+  if (last(job, lane_id) == chunk.arrived) last(job, lane_id) = nullptr;
   // It has completed: this says how, and does not wait.
   if (const Status arrived = parts_.device.synchronize(*chunk.arrived); !arrived.ok()) {
     failed_ = true;
@@ -95,10 +98,14 @@ void CopyQueue::retire(LaneId lane_id) {
 // A stream keeps its failure until asked for it. Nothing is in flight, so nothing is waited for; but what is
 // held back may have its place among the gates.
 void CopyQueue::renew_streams() {
-  for (const Lane& lane : lanes_) (void)parts_.device.synchronize(lane.stream);
+  const auto renew = [this](Stream stream) {
+    if (stream != Stream{}) (void)parts_.device.synchronize(stream);
+  };
+  for (const Lane& lane : lanes_) renew(lane.stream);
   const bool gated =
       std::any_of(held_.begin(), held_.end(), [](const auto& job) { return job->ready != nullptr; });
-  if (!gated && gates_ != Stream{}) (void)parts_.device.synchronize(gates_);
+  for (const GateStream& gates : gates_)
+    if (!gated) renew(gates.stream);
   failed_ = false;
 }
 
@@ -146,7 +153,8 @@ Status CopyQueue::queue(LaneId lane_id, const CopyJobRef& job, std::span<const T
   lane.in_flight.push_back({job, size, ready, *begun, *arrived});
   lane.bytes += size;
   ++job->in_flight;
-  job->last[lane_id] = *arrived;
+  if (job->begun == nullptr) job->begun = *begun;
+  last(*job, lane_id) = *arrived;
   return copied;
 }
 
@@ -191,17 +199,31 @@ Status CopyQueue::send(LaneId lane_id, const CopyJobRef& job, Bytes most, const 
 bool CopyQueue::room_for(const CopyJob& job) const {
   const Lane& lane = lanes_[kBackgroundLane];
   if (lane.in_flight.empty()) return true;
+  if (behind_the_gate_of_another(job)) return false;
   const Bytes size = std::min(job.rest, parts_.options.chunk);
   return lane.bytes + size <= parts_.options.window && lane.in_flight.size() < kMostChunks;
 }
 
-// The first of the urgent copies that has not begun: those behind it wait for it.
+bool CopyQueue::shut(const EventPool::Held& gate) const {
+  return gate != nullptr && !parts_.device.completed(*gate);
+}
+
+// In the lane it would stay there even if promoted. Gates of one event open in order, and cost it nothing.
+bool CopyQueue::behind_the_gate_of_another(const CopyJob& job) const {
+  const auto& in_flight = lanes_[kBackgroundLane].in_flight;
+  return std::any_of(in_flight.begin(), in_flight.end(), [&](const Chunk& chunk) {
+    return chunk.job->gate != Event{} && chunk.job->gate != job.gate && shut(chunk.job->begun);
+  });
+}
+
+// Of each lane the first of the urgent copies that has not begun: those behind it wait for it.
 bool CopyQueue::urgent_waits() const {
-  for (const Chunk& chunk : lanes_[kUrgentLane].in_flight) {
-    if (parts_.device.completed(*chunk.begun)) continue;
-    return chunk.ready == nullptr || parts_.device.completed(*chunk.ready);
-  }
-  return false;
+  return std::any_of(lanes_.begin(), lanes_.end(), [this](const Lane& lane) {
+    if (&lane == &lanes_[kBackgroundLane]) return false;
+    const auto first = std::find_if(lane.in_flight.begin(), lane.in_flight.end(),
+                                    [this](const Chunk& chunk) { return shut(chunk.begun); });
+    return first != lane.in_flight.end() && !shut(first->ready);
+  });
 }
 
 void CopyQueue::dispatch() {
@@ -213,7 +235,7 @@ void CopyQueue::dispatch() {
   }
   if (held_.empty()) return;
   watch(lanes_[kBackgroundLane]);
-  watch_begin(lanes_[kUrgentLane]);
+  watch_urgent_begin();
 }
 
 // Everything in flight there will ring the bell. Where there is no thread for it, looking again finds out
@@ -243,16 +265,70 @@ void CopyQueue::watch_begin(Lane& lane) {
     watch->add(lane.in_flight[lane.begin_watched].begun);
 }
 
+void CopyQueue::watch_urgent_begin() {
+  for (Lane& lane : lanes_)
+    if (&lane != &lanes_[kBackgroundLane]) watch_begin(lane);
+}
+
 // ---------------------------------------------------------------- from the caller
 
+// That of the same event, where the gates before this one open before it; else one whose gates are open; else
+// one not made yet. Where there is none, it may open late.
+CopyQueue::GateStream& CopyQueue::gates_for(Event after) {
+  GateStream* best = nullptr;
+  for (GateStream& gates : gates_) {
+    if (gates.stream != Stream{} && gates.source == after) return gates;
+    if (best == nullptr || (shut(best->newest) && !shut(gates.newest))) best = &gates;
+  }
+  return *best;
+}
+
 Status CopyQueue::gate(CopyJob& job, Event after) {
-  if (Status taken = take_stream(gates_); !taken.ok()) return taken;
+  GateStream& gates = gates_for(after);
+  if (Status taken = take_stream(gates.stream); !taken.ok()) return taken;
   const auto ready = parts_.events.take();
   if (!ready.ok()) return ready.error();
-  if (Status waits = parts_.device.wait(gates_, after); !waits.ok()) return waits;
-  if (Status recorded = parts_.device.record(gates_, **ready); !recorded.ok()) return recorded;
+  if (Status waits = parts_.device.wait(gates.stream, after); !waits.ok()) return waits;
+  if (Status recorded = parts_.device.record(gates.stream, **ready); !recorded.ok()) return recorded;
+  gates.source = after;
+  gates.newest = *ready;
   job.ready = *ready;
   return {};
+}
+
+// Where the job's gate, now shut, keeps nobody else waiting: the lane of its event, if it comes in order
+// there; else an empty one; else the shortest.
+Result<CopyQueue::LaneId> CopyQueue::gated_lane(const CopyJob& job) {
+  LaneId best = kFirstGatedLane;
+  for (LaneId lane_id = kFirstGatedLane; lane_id < kLanes; ++lane_id) {
+    const auto& in_flight = lanes_[lane_id].in_flight;
+    if (in_flight.size() < lanes_[best].in_flight.size()) best = lane_id;
+    if (in_flight.empty()) continue;
+    const CopyJob& before = *in_flight.back().job;
+    if (before.gate != job.gate || before.order > job.order) continue;
+    best = lane_id;
+    break;
+  }
+  if (Status taken = take_stream(lanes_[best].stream); !taken.ok()) return taken.error();
+  return best;
+}
+
+Status CopyQueue::submit_urgent(const CopyJobRef& job, Event after) {
+  LaneId lane_id = kUrgentLane;
+  if (job->gate != Event{}) {
+    const Result<LaneId> gated = gated_lane(*job);
+    if (!gated.ok()) return gated.error();
+    lane_id = *gated;
+  }
+  Lane& lane = lanes_[lane_id];
+  Status sent;
+  if (after != Event{}) sent = parts_.device.wait(lane.stream, after);
+  // In the lane it waits for `after` itself; this one says when it could start.
+  if (sent.ok() && job->gate != Event{}) sent = gate(*job, after);
+  if (sent.ok()) sent = send(lane_id, job, job->rest, nullptr);
+  if (sent.ok() && !held_.empty()) watch_begin(lane);
+  if (sent.ok() && job->on_done != nullptr) watch(lane);
+  return sent;
 }
 
 Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
@@ -279,17 +355,10 @@ Status CopyQueue::submit(const CopyJobRef& job, Event after) {
   std::unique_lock lock(mutex_);
   if (closed_) return closing();
   reap();
-  Status sent;
-  if (job->priority == CopyPriority::kBackground) {
-    sent = submit_background(job, after);
-  } else {
-    if (after != Event{}) sent = parts_.device.wait(lanes_[kUrgentLane].stream, after);
-    // In the lane it waits for `after` itself; this one says when it could start.
-    if (sent.ok() && after != Event{} && !parts_.device.completed(after)) sent = gate(*job, after);
-    if (sent.ok()) sent = send(kUrgentLane, job, job->rest, nullptr);
-    if (sent.ok() && !held_.empty()) watch_begin(lanes_[kUrgentLane]);
-    if (sent.ok() && job->on_done != nullptr) watch(lanes_[kUrgentLane]);
-  }
+  job->order = ++submitted_;
+  if (after != Event{} && !parts_.device.completed(after)) job->gate = after;
+  const Status sent =
+      job->priority == CopyPriority::kBackground ? submit_background(job, after) : submit_urgent(job, after);
   if (sent.ok()) {
     job->given_out = true;
     metrics().add<Metric::kTransfers>(parts_.direction, job->reason, 1);
@@ -301,9 +370,9 @@ Status CopyQueue::submit(const CopyJobRef& job, Event after) {
   fail(job, sent.error());
   // Part of it may be on its way into memory that the caller is about to reuse. What the wait reports adds
   // nothing to the error in hand.
-  const auto last = job->last;
+  const auto all = job->last;
   lock.unlock();
-  for (const auto& arrived : last) {
+  for (const auto& arrived : all) {
     if (arrived != nullptr) (void)parts_.device.synchronize(*arrived);
   }
   return sent;
@@ -319,10 +388,16 @@ bool CopyQueue::done(const CopyJobRef& job) {
 // which nothing has gone out waits for itself. Those held back behind it find the room as it was.
 Status CopyQueue::send_rest(const CopyJobRef& job) {
   if (!job->held) return {};
-  const EventPool::Held behind =
-      job->last[kBackgroundLane] != nullptr ? job->last[kBackgroundLane] : job->ready;
-  Status sent = send(kUrgentLane, job, job->rest, behind);
-  if (sent.ok() && job->on_done != nullptr) watch(lanes_[kUrgentLane]);
+  const EventPool::Held started = last(*job, kBackgroundLane);
+  const EventPool::Held behind = started != nullptr ? started : job->ready;
+  LaneId lane_id = kUrgentLane;
+  if (job->gate != Event{} && shut(started != nullptr ? job->begun : job->ready)) {
+    const Result<LaneId> gated = gated_lane(*job);
+    if (!gated.ok()) return gated.error();
+    lane_id = *gated;
+  }
+  Status sent = send(lane_id, job, job->rest, behind);
+  if (sent.ok() && job->on_done != nullptr) watch(lanes_[lane_id]);
   return sent;
 }
 
@@ -346,10 +421,10 @@ Status CopyQueue::order_before(const CopyJobRef& job, Stream stream) {
 Status CopyQueue::synchronize(const CopyJobRef& job) {
   std::unique_lock lock(mutex_);
   (void)send_rest(job);  // the job keeps its error, and what of it is in flight is waited for all the same
-  const auto last = job->last;  // held, so that nobody records them anew meanwhile
+  const auto all = job->last;  // held, so that nobody records them anew meanwhile
   lock.unlock();
   Status waited;
-  for (const auto& arrived : last) {
+  for (const auto& arrived : all) {
     if (arrived == nullptr) continue;
     Status each = parts_.device.synchronize(*arrived);
     if (waited.ok()) waited = std::move(each);

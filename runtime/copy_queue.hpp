@@ -1,8 +1,12 @@
 // One direction of the copy engine: its two lanes, what is held back, and the rule by which that goes out.
 //
-//   submit, urgent      ---------------------------> urgent lane
+//   submit, urgent      ---------------------------> urgent lane, or a gated one
 //   submit, background  --> held back --(dispatch)--> background lane: at most a window of bytes
-//                               +------(promote)----> urgent lane
+//                               +------(promote)----> urgent lane, or a gated one
+//
+// What may not start yet, its gate being shut, goes into a gated lane: in the urgent lane nothing waits for
+// more than the link. Gates of one event open in the order in which copies were submitted behind it, so these
+// share a lane; others, and who comes out of that order, take another as long as there is one.
 //
 // A copy engine stays with a stream for as long as that has copies queued. So an urgent copy passes by making
 // room: while one could start and has not, nothing more goes out in the background.
@@ -62,14 +66,17 @@ struct CopyJob {
   std::function<void(const Status&)> on_done;
   std::string label;
 
+  Event gate{};             // what it was submitted behind, where that had not completed; to compare alone
+  std::uint64_t order = 0;  // of submission
   std::vector<Transfer> pieces;  // from `next` on: not on the device yet
   std::size_t next = 0;
-  Bytes rest;                           // bytes of those
-  bool held = true;                     // some of it, be it zero bytes, is not on the device yet
-  bool given_out = false;               // submit() has succeeded
-  int in_flight = 0;                    // chunks
-  EventPool::Held ready;                // completed once the first chunk may start; null: nothing to wait for
-  std::array<EventPool::Held, 2> last;  // by lane: when its chunks there have arrived; null: they have
+  Bytes rest;              // bytes of those
+  bool held = true;        // some of it, be it zero bytes, is not on the device yet
+  bool given_out = false;  // submit() has succeeded
+  int in_flight = 0;       // chunks
+  EventPool::Held begun;   // the first chunk has, and so its gate is open; null: nothing was sent
+  EventPool::Held ready;   // completed once the first chunk may start; null: nothing to wait for
+  std::array<EventPool::Held, 2> last;  // by priority: when its chunks of that have arrived; null: they have
   double seconds = 0;
   std::optional<Error> error;
 };
@@ -118,7 +125,9 @@ class CopyQueue {
   [[nodiscard]] std::vector<Ended> close();
 
  private:
-  enum LaneId : std::uint8_t { kUrgentLane = 0, kBackgroundLane = 1 };
+  using LaneId = std::size_t;
+  static constexpr LaneId kUrgentLane = 0, kBackgroundLane = 1, kFirstGatedLane = 2, kLanes = 4;
+  static constexpr std::size_t kGateStreams = 2;
   struct Chunk {
     CopyJobRef job;
     Bytes size;
@@ -133,6 +142,12 @@ class CopyQueue {
     std::size_t begin_watched = 0;  // the same of those whose beginning somebody needs
     Bytes bytes;                    // in flight
   };
+  // Holds the place of jobs whose `after` may be recorded again before they go out.
+  struct GateStream {
+    Stream stream;
+    Event source{};          // of the newest gate
+    EventPool::Held newest;  // null: there is none
+  };
 
   // All of these: the lock is held.
   void reap();
@@ -140,27 +155,37 @@ class CopyQueue {
   void renew_streams();
   void dispatch();
   [[nodiscard]] bool room_for(const CopyJob& job) const;
+  [[nodiscard]] bool behind_the_gate_of_another(const CopyJob& job) const;
   [[nodiscard]] bool urgent_waits() const;
+  [[nodiscard]] bool shut(const EventPool::Held& gate) const;
   [[nodiscard]] std::vector<Transfer> next_pieces(CopyJob& job, Bytes most) const;
   [[nodiscard]] Status send(LaneId lane_id, const CopyJobRef& job, Bytes most, const EventPool::Held& behind);
   [[nodiscard]] Status queue(LaneId lane_id, const CopyJobRef& job, std::span<const Transfer> pieces,
                              Bytes size, const EventPool::Held& ready);
+  [[nodiscard]] Status submit_urgent(const CopyJobRef& job, Event after);
   [[nodiscard]] Status submit_background(const CopyJobRef& job, Event after);
   [[nodiscard]] Status gate(CopyJob& job, Event after);
+  [[nodiscard]] GateStream& gates_for(Event after);
+  [[nodiscard]] Result<LaneId> gated_lane(const CopyJob& job);
   [[nodiscard]] Status send_rest(const CopyJobRef& job);
   [[nodiscard]] Status take_stream(Stream& stream);
   [[nodiscard]] EventWatch* watch_of(Lane& lane);
   void watch(Lane& lane);
   void watch_begin(Lane& lane);
+  void watch_urgent_begin();
   void unhold(const CopyJobRef& job);
   void fail(const CopyJobRef& job, const Error& error);
   void report_if_over(const CopyJobRef& job);
   [[nodiscard]] static bool over(const CopyJob& job) { return !job.held && job.in_flight == 0; }
+  [[nodiscard]] static EventPool::Held& last(CopyJob& job, LaneId lane_id) {
+    return job.last[lane_id == kBackgroundLane ? 1 : 0];
+  }
 
   const Parts parts_;
   mutable std::mutex mutex_;
-  std::array<Lane, 2> lanes_;
-  Stream gates_;  // holds the place of jobs whose `after` may be recorded again before they go out
+  std::array<Lane, kLanes> lanes_;  // the gated ones and the gates are made when first needed
+  std::array<GateStream, kGateStreams> gates_;
+  std::uint64_t submitted_ = 0;
   std::deque<CopyJobRef> held_;
   Bytes held_bytes_;
   CopyCap cap_;

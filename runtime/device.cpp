@@ -16,6 +16,15 @@ const char* name_of(Direction direction) {
   return "unknown";
 }
 
+namespace {
+Error no_fp8(const Device& device) {
+  return {.code = Errc::kNotSupported, .text = device.info().kind + " devices pack no numbers"};
+}
+}  // namespace
+
+Status Device::pack_fp8(Stream, const Fp8Blocks&) { return no_fp8(*this); }
+Status Device::unpack_fp8(Stream, const Fp8Blocks&) { return no_fp8(*this); }
+
 Bytes whole_size(std::span<const PhysicalPiece> pieces) {
   Bytes sum;
   for (const PhysicalPiece& piece : pieces) sum += piece.size;

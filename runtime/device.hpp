@@ -91,6 +91,7 @@ struct MemoryInfo {
 };
 
 struct RingExchange;  // runtime/ring_exchange.hpp
+struct Fp8Blocks;     // runtime/fp8_blocks.hpp
 
 class Device {
  public:
@@ -168,6 +169,10 @@ class Device {
   // nothing and learns no counts; what goes wrong later is in exchange.report. Errors: kInvalidArgument (more
   // blocks than run at once), kNotSupported.
   [[nodiscard]] virtual Status exchange(Stream stream, const RingExchange& exchange) = 0;
+  // Numbers to 8-bit floats and back, as runtime/fp8_blocks.hpp says: the same bytes on every device. The
+  // first call loads the code. Errors: kNotSupported, kOutOfMemory, what the device said of the launch.
+  [[nodiscard]] virtual Status pack_fp8(Stream stream, const Fp8Blocks& blocks);
+  [[nodiscard]] virtual Status unpack_fp8(Stream stream, const Fp8Blocks& blocks);
   // The CUstream behind a stream, for libraries that launch on it; null where there is none.
   [[nodiscard]] virtual void* native_stream(Stream stream) const = 0;
   // Makes the device's context current on the calling thread, for libraries that need one.

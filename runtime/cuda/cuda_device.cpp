@@ -98,6 +98,7 @@ CudaDevice::~CudaDevice() {
     }
     for (const CUevent event : events_.all()) driver_.cuEventDestroy(event);
     if (ring_kernel_) driver_.cuModuleUnload(ring_kernel_->module);
+    if (fp8_kernels_) driver_.cuModuleUnload(fp8_kernels_->module);
     for (const auto& [host, size] : pinned_) driver_.cuMemHostUnregister(host);
     for (const auto& [id, physical] : physical_) driver_.cuMemRelease(physical.handle);
     return CUDA_SUCCESS;

@@ -2,7 +2,7 @@
 // primary context, which the CUDA runtime and the libraries in the process use too.
 //
 // cuda_device.cpp opens and describes it, cuda_memory.cpp has its memory, cuda_work.cpp its streams and
-// copies, ring_exchange.cpp its exchanges with other devices.
+// copies, ring_exchange.cpp its exchanges with other devices, fp8_blocks.cpp its packing of numbers.
 #pragma once
 
 #include <map>
@@ -86,6 +86,8 @@ class CudaDevice final : public Device {
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
   [[nodiscard]] Result<std::uint32_t> exchange_blocks() override;
   [[nodiscard]] Status exchange(Stream stream, const RingExchange& exchange) override;
+  [[nodiscard]] Status pack_fp8(Stream stream, const Fp8Blocks& blocks) override;
+  [[nodiscard]] Status unpack_fp8(Stream stream, const Fp8Blocks& blocks) override;
   [[nodiscard]] void* native_stream(Stream stream) const override { return stream_of(stream).handle; }
   [[nodiscard]] Status bind_thread() override;
 
@@ -161,8 +163,16 @@ class CudaDevice final : public Device {
   };
   [[nodiscard]] Result<RingKernel> ring_kernel();
   [[nodiscard]] Result<RingKernel> load_ring_kernel() const;
-  std::mutex kernel_mutex_;
+  struct Fp8Kernels {
+    CUmodule module = nullptr;
+    CUfunction pack = nullptr, unpack = nullptr;
+  };
+  [[nodiscard]] Result<Fp8Kernels> fp8_kernels();
+  [[nodiscard]] Result<Fp8Kernels> load_fp8_kernels() const;
+  [[nodiscard]] Status launch_fp8(Stream stream, CUfunction kernel, const Fp8Blocks& blocks);
+  std::mutex kernel_mutex_;  // the two below
   std::optional<RingKernel> ring_kernel_;
+  std::optional<Fp8Kernels> fp8_kernels_;
 };
 
 }  // namespace terrace::cuda

@@ -9,7 +9,7 @@
 // gap is the one thing this device does not show.
 //
 // emulated_device.cpp opens it and has its streams and copies, emulated_memory.cpp its memory,
-// ring_exchange.cpp its exchanges with other devices.
+// ring_exchange.cpp its exchanges with other devices, fp8_blocks.cpp its packing of numbers.
 #pragma once
 
 #include <map>
@@ -71,6 +71,8 @@ class EmulatedDevice final : public Device {
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
   [[nodiscard]] Result<std::uint32_t> exchange_blocks() override;
   [[nodiscard]] Status exchange(Stream stream, const RingExchange& exchange) override;
+  [[nodiscard]] Status pack_fp8(Stream stream, const Fp8Blocks& blocks) override;
+  [[nodiscard]] Status unpack_fp8(Stream stream, const Fp8Blocks& blocks) override;
   [[nodiscard]] void* native_stream(Stream) const override { return nullptr; }
   [[nodiscard]] Status bind_thread() override { return {}; }
 

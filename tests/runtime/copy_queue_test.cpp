@@ -3,6 +3,7 @@
 
 #include <array>
 #include <future>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -275,11 +276,10 @@ TEST_F(CopyQueueTest, APromotedRestWaitsForItsOwnEvent) {
 TEST_F(CopyQueueTest, APromotedCopyOfWhichNothingWentOutWaitsForItsEvent) {
   fill(hbm(0), 1, 2);
   counting_->hold_copies();
-  const auto moving = submit(urgent(), down(8));
-  const Stream lane = counting_->batches()[0].stream;
-  while (counting_->at_the_turn(lane) == 0) std::this_thread::yield();
   const Stream other = *device_->create_stream(StreamPriority::kNormal);
   Gate soon(*device_, other);
+  const auto moving = submit(urgent(soon.event()), down(8));
+  const Stream lane = counting_->batches()[0].stream;
   const auto behind = submit(urgent(soon.event()), down(9));
   Gate gate(*device_, compute_);
   ASSERT_TRUE(device_->fill(compute_, hbm(0), 2, 2 * kBlock).ok());
@@ -288,12 +288,14 @@ TEST_F(CopyQueueTest, APromotedCopyOfWhichNothingWentOutWaitsForItsEvent) {
     soon.open();
     ASSERT_TRUE(device_->synchronize(other).ok());
     ASSERT_TRUE(device_->synchronize(counting_->created().back()).ok());
+    while (counting_->at_the_turn(lane) == 0) std::this_thread::yield();
   });
   const auto gated = submit(background(gate.event()), down(0, 2));
   ASSERT_EQ(held(), 2 * kBlock) << "nothing of it went out";
-  const int before = counting_->waits(lane);
   ASSERT_TRUE(gated.promote().ok());
-  EXPECT_EQ(counting_->waits(lane), before + 1);
+  const Stream promoted = counting_->batches().back().stream;
+  EXPECT_NE(promoted, lane) << "that is another's gate";
+  EXPECT_EQ(counting_->waits(promoted), 1);
   counting_->let_all();
   ASSERT_TRUE(behind.synchronize().ok());
   EXPECT_FALSE(gated.done());
@@ -302,6 +304,71 @@ TEST_F(CopyQueueTest, APromotedCopyOfWhichNothingWentOutWaitsForItsEvent) {
   EXPECT_TRUE(all(host(0), 2, 2)) << "what was there before the event was copied";
   ASSERT_TRUE(moving.synchronize().ok());
   device_->destroy_stream(other);
+}
+
+TEST_F(CopyQueueTest, AnUrgentCopyPassesOneWhoseGateIsShut) {
+  Gate gate(*device_, compute_);
+  const auto later = submit(urgent(gate.event()), down(8));
+  EXPECT_TRUE(submit(urgent(), down(9)).synchronize().ok());
+  EXPECT_FALSE(later.done());
+  gate.open();
+  EXPECT_TRUE(later.synchronize().ok());
+}
+
+// Whether it has begun or not: what is asked for first waits for its own gate.
+TEST_F(CopyQueueTest, APromotedCopyPassesThoseBehindTheGatesOfOthers) {
+  for (const bool first : {false, true}) {
+    const Stream other = *device_->create_stream(StreamPriority::kNormal);
+    Gate shut(*device_, compute_);
+    Gate soon(*device_, other);
+    std::optional<CopyEngine::Ticket> ahead, wanted;
+    const auto submit_ahead = [&] { ahead = submit(background(shut.event()), down(0)); };
+    const auto submit_wanted = [&] { wanted = submit(background(soon.event()), down(8)); };
+    if (!first) submit_ahead();
+    submit_wanted();
+    if (first) submit_ahead();
+    ASSERT_TRUE(ahead->promote().ok());
+    ASSERT_TRUE(wanted->promote().ok());
+    EXPECT_FALSE(wanted->done());
+    soon.open();
+    EXPECT_TRUE(wanted->synchronize().ok());
+    EXPECT_FALSE(ahead->done());
+    shut.open();
+    EXPECT_TRUE(ahead->synchronize().ok());
+    device_->destroy_stream(other);
+  }
+}
+
+// Both are behind the compute stream; the later one is asked for first.
+TEST_F(CopyQueueTest, ACopyAskedForOutOfOrderLeavesTheEarlierGateItsOwnLane) {
+  Gate early(*device_, compute_);
+  const Event fence = *device_->create_event();
+  ASSERT_TRUE(device_->record(compute_, fence).ok());
+  const auto first = submit(background(fence), down(0, 2));  // fills the window
+  const auto planned = submit(background(fence), down(2));
+  Gate late(*device_, compute_);
+  ASSERT_TRUE(device_->record(compute_, fence).ok());
+  const auto asked_for = submit(urgent(fence), down(8));
+  const Stream lane = counting_->batches().back().stream;
+  ASSERT_TRUE(planned.promote().ok());
+  EXPECT_NE(counting_->batches().back().stream, lane);
+  early.open();
+  EXPECT_TRUE(first.synchronize().ok());
+  EXPECT_TRUE(planned.synchronize().ok());
+  EXPECT_FALSE(asked_for.done());
+  late.open();
+  EXPECT_TRUE(asked_for.synchronize().ok());
+  device_->destroy_event(fence);
+}
+
+TEST_F(CopyQueueTest, CopiesInOrderBehindOneEventShareALane) {
+  Gate gate(*device_, compute_);
+  std::vector<CopyEngine::Ticket> tickets;
+  for (std::uint64_t i = 0; i < 4; ++i) tickets.push_back(submit(urgent(gate.event()), down(i)));
+  for (const auto& batch : counting_->batches()) EXPECT_EQ(batch.stream, counting_->batches()[0].stream);
+  EXPECT_EQ(device_->live_streams(), 1 + 4 + 2) << "a gated lane, and the stream of its gates";
+  gate.open();
+  for (const auto& ticket : tickets) EXPECT_TRUE(ticket.synchronize().ok());
 }
 
 TEST_F(CopyQueueTest, ACapHoldsBackgroundCopiesAndNotUrgentOnes) {
