@@ -88,6 +88,7 @@ def bound(snapshot, hbm_budget):
     # What leaves and returns in each moment, from the layer's own forward to its own backward.
     out, back = {}, {}
     size = {i: s["bytes"] / MIB for i, s in enumerate(sites)}
+    link = {i: s.get("travel_bytes", s["bytes"]) / MIB for i, s in enumerate(sites)}  # on the link and in DDR
     for l in range(n):
         if not of_layer[l]:
             continue
@@ -96,7 +97,7 @@ def bound(snapshot, hbm_budget):
             out[l, m] = lp.variable()
         for m in range(n, own + 1):
             back[l, m] = lp.variable()
-        travelling = [(gone[i], -size[i]) for i in of_layer[l]]
+        travelling = [(gone[i], -link[i]) for i in of_layer[l]]
         lp.add("equal", [(out[l, m], 1) for m in range(l, own + 1)] + travelling, 0)
         lp.add("equal", [(back[l, m], 1) for m in range(n, own + 1)] + travelling, 0)
         for m in range(n, own + 1):  # nothing returns before it has left
@@ -119,13 +120,13 @@ def bound(snapshot, hbm_budget):
         terms = []
         for l in range(min(m, n) if m <= n else last - m):
             for i in of_layer[l]:
-                terms += [(kept[i], size[i]), (gone[i], size[i])]
+                terms += [(kept[i], size[i]), (gone[i], link[i])]
             terms += [(out[l, k], -1) for k in range(l, m + 1) if (l, k) in out]
             terms += [(back[l, k], 1) for k in range(n, m) if (l, k) in back]
         if terms:
             lp.add("most", terms, max(0, hbm_budget - base) / MIB)
     lp.add("most", [(kept[i], size[i]) for i in kept], snapshot["hbm_cache_limit"] / MIB)
-    lp.add("most", [(gone[i], size[i]) for i in gone], snapshot["ddr_cache_limit"] / MIB)
+    lp.add("most", [(gone[i], link[i]) for i in gone], snapshot["ddr_cache_limit"] / MIB)
 
     micro_batch = sum(fixed.values()) / 1e3 + (lp.solve() / 1e3 if n else 0)
     return snapshot["other_seconds"] + snapshot["micro_batches"] * micro_batch

@@ -199,8 +199,9 @@ const char* name_of(CallGroup group) {
 
 const char* name_of(FallbackReason reason) {
   constexpr std::array<const char*, kFallbackReasonCount> kNames = {
-      "step_cancelled",  "layer_order", "micro_batches", "changed_shape", "without_backward", "offered_twice",
-      "recompute_shape", "ddr_full",    "hbm_full",      "copy_failed",   "damaged",          "not_back"};
+      "step_cancelled", "layer_order",     "micro_batches",   "changed_shape", "without_backward",
+      "offered_twice",  "recompute_shape", "ddr_full",        "hbm_full",      "copy_failed",
+      "damaged",        "not_back",        "changed_in_place"};
   const auto index = static_cast<std::size_t>(reason);
   return index < kNames.size() ? kNames[index] : "?";
 }

@@ -63,8 +63,9 @@ enum class FallbackReason : std::uint8_t {
   kCopyFailed,
   kDamaged,
   kNotBack,
+  kChangedInPlace,
 };
-inline constexpr int kFallbackReasonCount = 12;
+inline constexpr int kFallbackReasonCount = 13;
 enum class KeptContent : std::uint8_t { kSaved = 0, kOutput };
 enum class KeptState : std::uint8_t { kSettled = 0, kLeaving, kArriving };  // as HBM sees it
 enum class Estimate : std::uint8_t { kPredicted = 0, kMeasured };

@@ -14,8 +14,7 @@ constexpr double kLateSeconds = 50e-6;  // a shorter wait is the cost of an even
 
 void give_back(DdrPool& pool, const Block& block) {
 #ifndef NDEBUG
-  constexpr int kPoison = 0xDB;
-  std::memset(block.address, kPoison, block.size.count());  // who reads it still shall see it
+  std::memset(block.address, kPoisonByte, block.size.count());  // who reads it still shall see it
 #endif
   const Status freed = pool.free(block);
   TERRACE_CHECK(freed.ok(), "the store frees each block of host memory once");
@@ -58,8 +57,10 @@ ResidencyStore::~ResidencyStore() {
   parts_.device.destroy_event(fence_);
 }
 
-BlockRef ResidencyStore::wrap(const Block& block) {
-  return {new Block(block), [&pool = parts_.hbm, stream = parts_.compute](const Block* held) {
+BlockRef shared_block(Device& device, HbmPool& pool, Stream stream, const Block& block, Poison poison) {
+  return {new Block(block), [&device, &pool, stream, poison](const Block* held) {
+            if (poison == Poison::kOn && held->pool == Pool::kActivation)
+              (void)device.fill(stream, held->address, kPoisonByte, held->size);
             // Refused in a child of fork(), where the memory is the parent's. The compute stream has its
             // place among those the pool orders by from its first block on.
             (void)pool.free(stream, *held);
@@ -152,7 +153,7 @@ Status ResidencyStore::start_restore(const EntryKey& key, Entry& entry) {
                                      {&transfer, 1});
     if (copy) {
       entry.copy = std::move(copy).value();
-      entry.hbm = wrap(*room);
+      entry.hbm = shared_block(parts_.device, parts_.hbm, parts_.compute, *room, parts_.poison);
       entry.state = Residency::kArriving;
       restored_ += entry.size;
       if (entry.check) verifier_.leaves(entry.check);

@@ -38,6 +38,20 @@ namespace terrace {
 // A block shared by its users; the last one gives it back to its pool.
 using BlockRef = std::shared_ptr<const Block>;
 
+// Whether HBM that held an activation is overwritten, in order of the compute stream, before it goes back to
+// its pool: who reads it still then reads kPoisonByte and not, by luck, the right bytes. Builds with
+// TERRACE_PARANOID do.
+enum class Poison : std::uint8_t { kOff, kOn };
+inline constexpr std::uint8_t kPoisonByte = 0xDB;
+#ifdef TERRACE_PARANOID_CHECKS
+inline constexpr Poison kPoisonReleased = Poison::kOn;
+#else
+inline constexpr Poison kPoisonReleased = Poison::kOff;
+#endif
+// A block of the pool, used on that stream, that goes back there with its last user.
+[[nodiscard]] BlockRef shared_block(Device& device, HbmPool& pool, Stream stream, const Block& block,
+                                    Poison poison = kPoisonReleased);
+
 enum class Residency : std::uint8_t { kInHbm, kLeaving, kInDdr, kArriving };
 [[nodiscard]] const char* name_of(Residency state);
 
@@ -61,6 +75,7 @@ class ResidencyStore {
     Verify verify = Verify::kOff;
     const DeviceClock* clock = nullptr;                   // null: waits have no place in time
     std::function<std::string(const EntryKey&)> label{};  // of an entry's copies; null: they have none
+    Poison poison = kPoisonReleased;
   };
   [[nodiscard]] static Result<std::unique_ptr<ResidencyStore>> create(Parts parts);
   ~ResidencyStore();
@@ -162,7 +177,6 @@ class ResidencyStore {
 
   ResidencyStore(Parts parts, Event fence)
       : parts_(std::move(parts)), fence_(fence), verifier_(parts_.verify) {}
-  [[nodiscard]] BlockRef wrap(const Block& block);
   [[nodiscard]] Status start_restore(const EntryKey& key, Entry& entry);
   [[nodiscard]] std::string label_of(const EntryKey& key) const;
   [[nodiscard]] Status wait_on_compute(const EntryKey& key, Direction direction,

@@ -21,6 +21,7 @@ Session::~Session() {
   if (impl_->store != nullptr) impl_->collect_waits();
   impl_->waits.clear();
   impl_->store.reset();
+  impl_->packer.reset();
   impl_->hbm.reset();
   impl_->ddr.reset();
   impl_->copies.reset();
@@ -61,10 +62,13 @@ Status Session::Impl::open_pools() {
   if (!engine) return std::move(engine).error();
   copies = std::move(engine).value();
   ResidencyStore::Parts parts{device, *hbm, *ddr, *copies, compute, policy.swapcore.verify, clock};
+  parts.poison = poison;
   if (spans.timeline() != nullptr) parts.label = [this](const EntryKey& key) { return label_of(key); };
   auto entries = ResidencyStore::create(std::move(parts));
   if (!entries) return std::move(entries).error();
   store = std::move(entries).value();
+  if (caching() && policy.swapcore.spill_format != SpillFormat::kExact)
+    packer = std::make_unique<SpillPacker>(SpillPacker::Parts{device, *hbm, *ddr, compute});
   metrics().set<Metric::kBudgetBytes>(TierId::kHbm, budgets.hbm);
   metrics().set<Metric::kBudgetBytes>(TierId::kDdr, budgets.ddr);
   h2d_rate = device.info().h2d_bytes_per_second;
@@ -74,12 +78,7 @@ Status Session::Impl::open_pools() {
 }
 
 BlockRef Session::Impl::wrap(const Block& block) {
-  return {new Block(block), [pool = hbm.get(), stream = compute](const Block* held) {
-            // Refused in a child of fork(), where the memory is the parent's. The compute stream has its
-            // place among those the pool orders by from its first block on.
-            (void)pool->free(stream, *held);
-            delete held;
-          }};
+  return shared_block(device, *hbm, compute, block, poison);
 }
 
 Result<bool> Session::Impl::wait_for_a_spill() {
@@ -138,7 +137,8 @@ Error Session::Impl::explain(const Error& refusal) const {
     const Bytes held = usage.live_by_pool[static_cast<std::size_t>(i)];
     if (held > 0_B) text += std::string(" ") + name_of(static_cast<Pool>(i)) + " " + format_bytes(held) + ",";
   }
-  text.back() = ';';
+  if (text.back() == ',') text.pop_back();
+  text += ';';
   text += " what would help in the policy: [hbm] budget = a larger size";
   if (!caching()) text += "; [swapcore] mode = \"auto\" with activation recomputation on";
   if (policy.checkpoint.contingency != Contingency::kOffload)
@@ -236,6 +236,11 @@ SessionCounters Session::counters() const {
   counters.spilled = impl_->store->spilled();
   counters.restored = impl_->store->restored();
   counters.damaged = impl_->store->damaged();
+  if (impl_->packer) {
+    const SpillPacker::Error error = impl_->packer->error();
+    counters.spill_error_largest = error.largest;
+    counters.spill_error_mean = error.mean;
+  }
   return counters;
 }
 

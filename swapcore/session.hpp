@@ -26,6 +26,7 @@
 #include "allocator/hbm_pool.hpp"
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
+#include "runtime/fp8_blocks.hpp"
 #include "runtime/metrics.hpp"
 #include "runtime/timeline/run_timeline.hpp"
 #include "swapcore/link_use.hpp"
@@ -55,6 +56,9 @@ struct SessionCounters {
   double stall_seconds = 0;  // for any reason
   double expert_stall_seconds = 0, optimizer_stall_seconds = 0, router_stall_seconds = 0;
   std::array<std::uint64_t, kFallbackReasonCount> fallbacks{};  // by FallbackReason
+  // Of numbers that were packed for their spill (swapcore.spill_format): the largest, as a share of the
+  // largest in its block, and the mean, as a share of their mean size.
+  double spill_error_largest = 0, spill_error_mean = 0;
   LinkUse::Ways link_windows;  // of the steps that ran by a plan and were timed
 };
 
@@ -66,6 +70,7 @@ class Session {
     bool join_daemon = true;          // where the environment names a daemon (TERRACE_SOCKET)
     Stream compute;                   // the stream on which the trainer computes
     RunTimeline* timeline = nullptr;  // of the compute stream, to be filled; outlives the session
+    Poison poison = kPoisonReleased;
   };
   // Errors: budgets larger than the device or in contradiction (kInvalidArgument), device errors.
   [[nodiscard]] static Result<std::unique_ptr<Session>> open(Device& device, Options options);
@@ -111,7 +116,7 @@ class Session {
   void enter_forward(int layer, std::uint32_t micro_batch = 0);
   void enter_head(std::uint32_t micro_batch = 0);  // between the last forward and the first backward layer
   void enter_backward(int layer, std::uint32_t micro_batch = 0);
-  void enter_update();  // behind the last backward: the optimizer. For the timeline alone
+  void enter_update();  // behind the last backward: the optimizer
   void end_step();      // what was offered or saved and never asked for is released
   // Gives up on the step that runs, after an exception: what was offered or saved in it is released. Nothing
   // where no step runs.
@@ -120,8 +125,11 @@ class Session {
   // Forward: the output of a site, computed on the compute stream and never written again. Outputs that
   // backward does not read are never offered. Outside of a step, nothing is kept. An output offered again
   // before it was asked for (a forward pass in between) is kept in neither form: nobody could tell which one
-  // is wanted.
-  void offer(const SiteKey& key, const BlockRef& output);
+  // is wanted. `element`: what it is made of, for a spill format that is not exact; opaque ones are always.
+  void offer(const SiteKey& key, const BlockRef& output, Element element = Element::kOpaque);
+  // The output has been written since it was offered, as a version counter of its owner tells: nobody can say
+  // which bytes were kept, so its fetch is a miss. Nothing where none is kept.
+  void changed(const SiteKey& key);
   // Recompute: the bytes that were offered, ready on the compute stream, or null (a miss: compute it). An
   // entry is consumed by its first fetch. `size`: of the output that would be computed; one of another size
   // is a miss.
@@ -179,7 +187,8 @@ class Session {
   // The plan of the steps that run now, and the measured step that it was made of; null while there is none.
   [[nodiscard]] const Plan* plan() const;
   [[nodiscard]] const Snapshot* snapshot() const;
-  // How far the plan was off in the last step, if that ran by it and its work has completed.
+  // How far the plan was off, if the last step ran by it and its work has completed: seconds in the median of
+  // its steps since its prediction took up what the first ones measured, bytes in the last.
   [[nodiscard]] std::optional<Prediction::Error> prediction_error() const;
   // The peaks of hbm_usage() and ddr_usage() start again; the published ones do not.
   void reset_peaks();

@@ -15,9 +15,11 @@
 #include "runtime/shared_page.hpp"
 #include "swapcore/budgets.hpp"
 #include "swapcore/plan/drift.hpp"
+#include "swapcore/plan/residual.hpp"
 #include "swapcore/plan/solver.hpp"
 #include "swapcore/residency.hpp"
 #include "swapcore/session.hpp"
+#include "swapcore/spill_format.hpp"
 #include "swapcore/step_profile.hpp"
 #include "swapcore/step_schedule.hpp"
 #include "swapcore/step_spans.hpp"
@@ -32,6 +34,7 @@ struct Session::Impl {
   Device& device;
   Policy policy;
   Stream compute;
+  Poison poison;
   Budgets budgets;
   std::string job;
   std::unique_ptr<SharedPage> page;  // the metrics that the daemon reads
@@ -52,6 +55,7 @@ struct Session::Impl {
   std::unique_ptr<LinkUse> link_use;       // null: swap core is off
   std::unique_ptr<CopyEngine> copies;      // tells the three above
   std::unique_ptr<ResidencyStore> store;
+  std::unique_ptr<SpillPacker> packer;                       // null: what is spilled travels as it is
   std::map<StallReason, std::unique_ptr<WaitProbes>> waits;  // of wait_for()
   double h2d_rate = 0, d2h_rate = 0, two_way_rate = 0;
 
@@ -94,12 +98,15 @@ struct Session::Impl {
   } step_events;
   std::vector<int> late_fetches, late_departures;  // by site, since the plan was made
   DriftWatch drift;
+  Prediction modelled;  // what the plan's steps take by the model alone
+  ResidualWatch residual;
   SessionCounters counters;
 
   Impl(Device& d, Options options)
       : device(d),
         policy(std::move(options.policy)),
         compute(options.compute),
+        poison(options.poison),
         job(std::move(options.job)),
         spans(options.timeline) {}
 
@@ -132,6 +139,9 @@ struct Session::Impl {
   [[nodiscard]] Placement placement(SiteId site) const;
   [[nodiscard]] RuleAction rule_for(SiteId site, RulePhase phase) const;
   void enter(StepProfile::Phase phase, int layer, std::uint32_t micro_batch);
+  [[nodiscard]] Result<BlockRef> to_keep(const EntryKey& entry, const BlockRef& output, Placement placement,
+                                         Element element);
+  [[nodiscard]] BlockRef taken(const EntryKey& entry, std::optional<FallbackReason>& why);
   void restore_layer(int layer, std::uint32_t micro_batch);
   void depart_planned(std::size_t moment, std::uint32_t micro_batch);
   void restore_planned(std::size_t moment, std::uint32_t micro_batch);

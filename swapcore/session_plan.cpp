@@ -129,6 +129,7 @@ void Session::Impl::limit_outputs() {
   for (const Pool pool : {Pool::kOptimizer, Pool::kExpert, Pool::kGradient})
     at_home += in_ddr.live_by_pool[static_cast<std::size_t>(pool)];
   measured->ddr_cache_limit = std::min(budgets.swapcore_ddr, saturating_sub(budgets.ddr, at_home));
+  if (numa_nodes.size() == 1) measured->ddr_nodes = {{numa_nodes[0], measured->ddr_cache_limit}};
 }
 
 void Session::Impl::leave_to_fragments(Bytes bytes) {
@@ -168,6 +169,9 @@ void Session::Impl::take_next_plan() {
 
 void Session::Impl::begin_with(Plan fresh) {
   plan = std::move(fresh);
+  modelled = plan->prediction;
+  residual.begin(modelled);
+  plan->prediction = residual.corrected(modelled);
   drift.solved_again();
   late_fetches.assign(sites.size(), 0);
   late_departures.assign(sites.size(), 0);
@@ -222,6 +226,7 @@ void Session::Impl::learn_from_the_last_step() {
     measure_link_use();
     publish_prediction(*last);
     drift.add(last->step_seconds, last->stall_seconds);
+    if (residual.add(*last)) plan->prediction = residual.corrected(modelled);
   }
   if (!plan) return;
   if (drift.drifted()) {
@@ -311,7 +316,7 @@ const Snapshot* Session::snapshot() const { return impl_->measured ? &*impl_->me
 std::optional<Prediction::Error> Session::prediction_error() const {
   const auto last = impl_->timed_step();
   if (!last) return std::nullopt;
-  return impl_->plan->prediction.error(*last);
+  return impl_->plan->prediction.error(impl_->residual.typical(*last));
 }
 
 }  // namespace terrace

@@ -138,6 +138,7 @@ void Session::Impl::forget_step() {
   store->drop_all(EntryKey::What::kSaved);
   // What copies that nobody wants any more still hold.
   for (auto freed = store->wait_for_a_spill(); freed && *freed;) freed = store->wait_for_a_spill();
+  if (packer) packer->forget_all();
   profile.reset();
   awaited.clear();
   schedule.begin();

@@ -41,6 +41,7 @@ void Session::begin_step() {
   if (self.caching() && !self.plan && self.complete_steps >= self.measure_from)
     self.start_measuring("the first steps");
   self.learn_from_the_last_step();
+  if (self.packer) (void)self.packer->error();
   if (self.rules_change() && !self.profile) self.make_plan();
   self.running = true;
   self.begin_schedule();
@@ -107,11 +108,12 @@ void Session::enter_backward(int layer, std::uint32_t micro_batch) {
 // the copy is seen to have ended.
 void Session::Impl::depart_planned(std::size_t moment, std::uint32_t micro_batch) {
   if (!plan || moment >= plan->departures.size() || schedule.deviated()) return;
-  for (const SiteId site : plan->departures[moment])
-    (void)store->depart(entry_of({site, micro_batch}, sites[site.index].layer));
+  for (const SiteKey& key : plan->departures[moment])
+    (void)store->depart(entry_of({key.site, micro_batch}, sites[key.site.index].layer));
 }
 
 void Session::enter_update() {
+  if (impl_->profile) impl_->profile->enter(StepProfile::Phase::kUpdate, 0, impl_->take_peak());
   if (impl_->spans.watched()) impl_->spans.position("update", impl_->levels());
 }
 
@@ -129,19 +131,36 @@ void Session::Impl::restore_layer(int layer, std::uint32_t micro_batch) {
 // The same for what the plan brings back from this moment on.
 void Session::Impl::restore_planned(std::size_t moment, std::uint32_t micro_batch) {
   if (!plan || moment >= plan->restores.size() || schedule.deviated()) return;
-  for (const SiteId site : plan->restores[moment]) {
-    const EntryKey key = entry_of({site, micro_batch}, sites[site.index].layer);
+  for (const SiteKey& of_any : plan->restores[moment]) {
+    const EntryKey key = entry_of({of_any.site, micro_batch}, sites[of_any.site.index].layer);
     if (store->state(key) && !store->restore(key)) return;
   }
 }
 
-void Session::offer(const SiteKey& key, const BlockRef& output) {
+namespace {
+FallbackReason reason_of(Errc refused) {
+  const bool full = refused == Errc::kOutOfBudget || refused == Errc::kOutOfMemory;
+  return full ? FallbackReason::kHbmFull : FallbackReason::kCopyFailed;
+}
+}  // namespace
+
+// The output itself or, where it is to travel in another format, that.
+Result<BlockRef> Session::Impl::to_keep(const EntryKey& entry, const BlockRef& output, Placement placement,
+                                        Element element) {
+  const SpillFormat format = policy.swapcore.spill_format;
+  if (placement != Placement::kDdr || travel_bytes(format, output->size, element) == output->size)
+    return output;
+  return packer->pack(entry, *output, element, [this](const Block& block) { return wrap(block); });
+}
+
+void Session::offer(const SiteKey& key, const BlockRef& output, Element element) {
   Impl& self = *impl_;
   if (!self.caching() || !self.running) return;
   TERRACE_CHECK(key.site.index < self.sites.size(), "a site is declared before it is offered");
-  const Bytes size = output->size;
-  if (self.profile) self.profile->add_output(key.site, size);
-  self.note_deviation(self.schedule.offer(key.site.index, key.micro_batch, size));
+  const Bytes whole = output->size;
+  const Bytes packed = travel_bytes(self.policy.swapcore.spill_format, whole, element);
+  if (self.profile) self.profile->add_output(key.site, {whole, packed});
+  self.note_deviation(self.schedule.offer(key.site.index, key.micro_batch, whole));
   const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
   if (self.offered_again(entry)) {
     self.store->drop(entry);
@@ -149,15 +168,18 @@ void Session::offer(const SiteKey& key, const BlockRef& output) {
   }
   const Placement placement = self.placement(key.site);
   if (placement == Placement::kRecompute) return;
-  if (self.store->hbm_bytes() + size > self.budgets.checkpoint)
-    return self.count_fallback(FallbackReason::kHbmFull);
   // What travels is in HBM only on its way: its limit is DDR's.
   const bool travels = placement == Placement::kDdr;
+  const Bytes size = travels ? packed : whole;
+  if (self.store->hbm_bytes() + size > self.budgets.checkpoint)
+    return self.count_fallback(FallbackReason::kHbmFull);
   const Bytes held = travels ? self.store->ddr_bytes(EntryKey::What::kOutput)
                              : self.store->hbm_bytes(EntryKey::What::kOutput);
   if (held + size > (travels ? self.budgets.swapcore_ddr : self.budgets.swapcore_hbm))
     return self.count_fallback(travels ? FallbackReason::kDdrFull : FallbackReason::kHbmFull);
-  self.store->keep(entry, output);
+  auto kept = self.to_keep(entry, output, placement, element);
+  if (!kept) return self.count_fallback(reason_of(kept.error().code));
+  self.store->keep(entry, std::move(kept).value());
   if (!travels) return;
   const auto spilled = self.store->spill(entry);
   if (spilled) return;
@@ -167,12 +189,41 @@ void Session::offer(const SiteKey& key, const BlockRef& output) {
   self.count_fallback(full ? FallbackReason::kDdrFull : FallbackReason::kCopyFailed);
 }
 
-namespace {
-FallbackReason reason_of(Errc refused) {
-  const bool full = refused == Errc::kOutOfBudget || refused == Errc::kOutOfMemory;
-  return full ? FallbackReason::kHbmFull : FallbackReason::kCopyFailed;
+void Session::changed(const SiteKey& key) {
+  Impl& self = *impl_;
+  TERRACE_CHECK(key.site.index < self.sites.size(), "a site is declared before it is named");
+  const EntryKey entry = entry_of(key, self.sites[key.site.index].layer);
+  if (!self.store->state(entry)) return;
+  self.store->drop(entry);
+  self.count_fallback(FallbackReason::kChangedInPlace);
 }
-}  // namespace
+
+// Ends the entry. Null where it gave nothing that may be used, and why.
+BlockRef Session::Impl::taken(const EntryKey& entry, std::optional<FallbackReason>& why) {
+  const std::optional<Bytes> unpacked =
+      packer != nullptr ? packer->unpacked_size(entry) : std::optional<Bytes>();
+  BlockRef output;
+  while (unpacked && output == nullptr) {
+    auto room = hbm->allocate(compute, *unpacked, Pool::kActivation);
+    if (room) {
+      output = wrap(*room);
+    } else if (!make_room(room.error()) || !store->state(entry)) {  // it may be what made way
+      why = FallbackReason::kHbmFull;
+      return nullptr;
+    }
+  }
+  const std::uint64_t damaged = store->damaged();
+  auto found = store->take(entry);
+  if (!found) {
+    why = store->damaged() != damaged ? FallbackReason::kDamaged : reason_of(found.error().code);
+    return nullptr;
+  }
+  if (!found->waited) count_fetch(SiteId{entry.index}, FetchOutcome::kHit);
+  if (!unpacked) return std::move(found->block);
+  if (packer->unpack(entry, *found->block, *output)) return output;
+  count_fallback(FallbackReason::kCopyFailed);  // the fetch itself is counted
+  return nullptr;
+}
 
 BlockRef Session::fetch(const SiteKey& key, std::optional<Bytes> size) {
   Impl& self = *impl_;
@@ -189,19 +240,17 @@ BlockRef Session::fetch(const SiteKey& key, std::optional<Bytes> size) {
   if (self.offered_several_times(entry) || !state ||
       self.rule_for(key.site, RulePhase::kRecompute) == RuleAction::kDiscard)
     return miss({});
-  if (size && self.store->size(entry) != *size) return miss(FallbackReason::kRecomputeShape);
+  const std::optional<Bytes> unpacked =
+      self.packer != nullptr ? self.packer->unpacked_size(entry) : std::optional<Bytes>();
+  if (size && unpacked.value_or(self.store->size(entry)) != *size)
+    return miss(FallbackReason::kRecomputeShape);
   // Bringing it back now would make the stream wait for longer than computing takes.
   if (*state == Residency::kInDdr)
     return miss(self.schedule.deviated() ? std::nullopt : std::optional(FallbackReason::kNotBack));
-  const std::uint64_t damaged = self.store->damaged();
   const Span span(*this, key.site, Span::How::kFetched);
-  auto taken = self.store->take(entry);
-  if (!taken) {
-    const bool changed = self.store->damaged() != damaged;
-    return miss(changed ? FallbackReason::kDamaged : reason_of(taken.error().code));
-  }
-  if (!taken->waited) self.count_fetch(key.site, FetchOutcome::kHit);
-  return std::move(taken->block);
+  std::optional<FallbackReason> why;
+  BlockRef found = self.taken(entry, why);
+  return why ? miss(why) : found;
 }
 
 void Session::Impl::count_fetch(SiteId site, FetchOutcome outcome) {
@@ -344,8 +393,10 @@ void Session::end_step() {
   self.end_schedule();
   self.store->drop_all(EntryKey::What::kOutput);
   self.store->drop_all(EntryKey::What::kSaved);
+  if (self.packer) self.packer->forget_all();
   self.end_timing();
   if (!self.caching()) self.hbm_needed = std::max(self.hbm_needed, self.hbm->take_watermark());
+  if (self.packer) self.packer->ask_for_error();
   if (self.profile && self.schedule.complete()) {
     self.measure();
     if (self.plan) self.schedule.learn();

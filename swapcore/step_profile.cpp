@@ -29,7 +29,7 @@ void StepProfile::add_run(SiteId site, Event start, Event end) {
   runs_.push_back({site, start, end, marks_.empty() ? 0 : marks_.size() - 1});
 }
 
-void StepProfile::add_output(SiteId site, Bytes size) { outputs_.push_back({site, size}); }
+void StepProfile::add_output(SiteId site, const Sizes& sizes) { outputs_.push_back({site, sizes}); }
 
 void StepProfile::add_positions(Snapshot& snapshot) const {
   // Micro-batches pass each position several times: windows are averages, peaks are peaks.
@@ -41,7 +41,7 @@ void StepProfile::add_positions(Snapshot& snapshot) const {
     if (mark.phase == Phase::kEnd) continue;
     const auto seconds = device_.seconds_between(mark.event, marks_[i + 1].event);
     const double share = (seconds ? *seconds : 0.0) / passes[{mark.phase, mark.layer}];
-    if (mark.phase == Phase::kBegin) {
+    if (mark.phase == Phase::kBegin || mark.phase == Phase::kUpdate) {
       snapshot.other_seconds += share;
       snapshot.other_peak = std::max(snapshot.other_peak, mark.peak);
       continue;
@@ -88,17 +88,20 @@ void StepProfile::add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sit
     cost.seconds += *seconds;
     ++cost.runs;
   }
-  std::vector<Bytes> sizes(sites.size());
-  for (const Output& output : outputs_)
-    sizes[output.site.index] = std::max(sizes[output.site.index], output.size);
+  std::vector<Sizes> sizes(sites.size());
+  for (const Output& output : outputs_) {
+    Sizes& most = sizes[output.site.index];
+    most = {std::max(most.whole, output.sizes.whole), std::max(most.travels, output.sizes.travels)};
+  }
   for (std::uint32_t i = 0; i < sites.size(); ++i) {
     const Cost& cost = by_group[sites[i].group];
     const double seconds = cost.runs == 0 ? 0.0 : cost.seconds / static_cast<double>(cost.runs);
     snapshot.sites.push_back({.site = SiteId{i},
                               .layer = sites[i].layer,
-                              .bytes = sizes[i],
+                              .bytes = sizes[i].whole,
                               .recompute_seconds = seconds,
-                              .ready_seconds = ready[i]});
+                              .ready_seconds = ready[i],
+                              .travel_bytes = sizes[i].travels});
   }
 }
 

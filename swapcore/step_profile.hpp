@@ -16,8 +16,8 @@ namespace terrace {
 
 class StepProfile {
  public:
-  // kBegin: before the first position.
-  enum class Phase : std::uint8_t { kBegin, kForward, kHead, kBackward, kEnd };
+  // kBegin: before the first position; kUpdate: behind the last.
+  enum class Phase : std::uint8_t { kBegin, kForward, kHead, kBackward, kUpdate, kEnd };
 
   StepProfile(Device& device, Stream compute) : device_(device), compute_(compute) {}
   ~StepProfile();
@@ -29,7 +29,10 @@ class StepProfile {
   // One run of a site lies between the two events, which become the profile's. An event that failed ends
   // timing.
   void add_run(SiteId site, Event start, Event end);
-  void add_output(SiteId site, Bytes size);
+  struct Sizes {
+    Bytes whole, travels;  // in HBM; on the link and in DDR
+  };
+  void add_output(SiteId site, const Sizes& sizes);
 
   // Times by site group and layer, peaks by position: the parts of a snapshot that a step can tell. The
   // step's work has completed.
@@ -49,7 +52,7 @@ class StepProfile {
   };
   struct Output {
     SiteId site;
-    Bytes size;
+    Sizes sizes;
   };
   void add_positions(Snapshot& snapshot) const;
   void add_sites(Snapshot& snapshot, const std::vector<SiteSpec>& sites) const;

@@ -84,6 +84,7 @@ nlohmann::ordered_json json_of(const Snapshot& snapshot, const Session& session)
     sites.push_back({{"layer", site.layer},
                      {"group", session.site(site.site).group},
                      {"bytes", site.bytes.count()},
+                     {"travel_bytes", travelling(site).count()},
                      {"recompute_seconds", site.recompute_seconds},
                      {"ready_seconds", site.ready_seconds}});
   }
@@ -115,6 +116,7 @@ void add_plan(nlohmann::ordered_json& report, const Session& session) {
   if (const Plan* plan = session.plan()) {
     const Prediction& prediction = plan->prediction;
     report["predicted_ms"] = prediction.step_seconds * 1e3;
+    report["predicted_residual_share"] = prediction.residual_share;
     report["predicted_stall_ms"] = prediction.stall_seconds * 1e3;
     report["predicted_hbm_peak"] = prediction.hbm_peak.count();
     report["predicted_ddr_peak"] = prediction.ddr_peak.count();
@@ -169,6 +171,8 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
   report["spilled_bytes"] = counters.spilled.count();
   report["restored_bytes"] = counters.restored.count();
   report["stall_seconds"] = counters.stall_seconds;
+  if (session.policy().swapcore.spill_format != SpillFormat::kExact)
+    report["spill_error"] = {{"largest", counters.spill_error_largest}, {"mean", counters.spill_error_mean}};
   report["fallbacks"] = json_of(counters.fallbacks);
   report["link_window_used"] = json_of(counters.link_windows);
   if (record.streamed) {

@@ -41,8 +41,9 @@ double share_of(Bytes bytes, double seconds, double rate) {
 
 Prediction predict(const Snapshot& snapshot, const Timeline& timeline) {
   Prediction prediction;
-  prediction.step_seconds = snapshot.other_seconds + snapshot.micro_batches * timeline.seconds;
-  prediction.stall_seconds = snapshot.micro_batches * timeline.stall_seconds;
+  const int repeats = snapshot.schedule.empty() ? snapshot.micro_batches : 1;
+  prediction.step_seconds = snapshot.other_seconds + repeats * timeline.seconds;
+  prediction.stall_seconds = repeats * timeline.stall_seconds;
   prediction.hbm = timeline.hbm;
   prediction.hbm_peak = std::accumulate(timeline.hbm.begin(), timeline.hbm.end(), snapshot.other_peak,
                                         [](Bytes a, Bytes b) { return std::max(a, b); });
@@ -64,11 +65,11 @@ Prediction predict(const Snapshot& snapshot, const Timeline& timeline) {
     window.in_share = share_of(window.in, seconds, snapshot.h2d_bytes_per_second);
   }
   if (travelled > 0_B) {
-    const double head = timeline.starts[snapshot.layers.size()];
-    const double first_layer = timeline.starts[2 * snapshot.layers.size()];
-    prediction.link_window_used =
-        std::max(share_of(travelled, std::max(head, last_left), snapshot.d2h_bytes_per_second),
-                 share_of(travelled, std::max(first_layer, last_back) - head, snapshot.h2d_bytes_per_second));
+    const double head = timeline.starts[timeline.head];
+    const double last_backward = timeline.starts[timeline.hbm.size() - 1];
+    prediction.link_window_used = std::max(
+        share_of(travelled, std::max(head, last_left), snapshot.d2h_bytes_per_second),
+        share_of(travelled, std::max(last_backward, last_back) - head, snapshot.h2d_bytes_per_second));
   }
   return prediction;
 }

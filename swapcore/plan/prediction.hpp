@@ -8,8 +8,8 @@
 
 namespace terrace {
 
-// Moments of a micro-batch with n layers, in order of time: forward of layers 0 to n-1, the head, backward of
-// layers n-1 to 0.
+// Moments are those of Snapshot::schedule; where that is empty, of a micro-batch with n layers: forward of
+// layers 0 to n-1, the head, backward of layers n-1 to 0.
 struct Prediction {
   struct Window {
     Bytes out, in;                       // what the link carries in this moment
@@ -25,14 +25,16 @@ struct Prediction {
     std::int64_t hbm_bytes = 0, ddr_bytes = 0;
   };
 
-  double step_seconds = 0;   // all micro-batches, and what lies outside of them
-  double stall_seconds = 0;  // of them, waiting for restores
-  std::vector<Bytes> hbm;    // most in use at each moment
-  Bytes hbm_peak, ddr_peak;  // hbm: live bytes of everybody; ddr: cached outputs
+  double step_seconds = 0;    // all micro-batches, and what lies outside of them
+  double residual_share = 0;  // by which it is longer than the model says, as measured steps were
+  double stall_seconds = 0;   // of them, waiting for restores
+  std::vector<Bytes> hbm;     // most in use at each moment
+  Bytes hbm_peak, ddr_peak;   // hbm: live bytes of everybody; ddr: cached outputs
   std::vector<Window> windows;
 
-  // The share of the link that is used in the direction that is used more: outwards from the step's begin to
-  // the head or the last spill's end, inwards from the head to the first layer's backward.
+  // The share of the link that is used in the direction that is used more: outwards from the begin to the
+  // head or the last spill's end, inwards from the head to the last backward. The head is the first moment
+  // that is no forward.
   double link_window_used = 0;
 
   [[nodiscard]] Error error(const Measured& measured) const;

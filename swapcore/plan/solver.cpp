@@ -283,7 +283,7 @@ void count(const Snapshot& snapshot, Plan& plan) {
         break;
       case Placement::kDdr:
         ++plan.ddr_sites;
-        plan.ddr_bytes += site.bytes;
+        plan.ddr_bytes += travelling(site);
         break;
     }
     plan.saved_seconds += site.recompute_seconds;
@@ -311,15 +311,16 @@ Plan solve(const Snapshot& snapshot, const Policy& policy) {
   if (policy.swapcore.mode != SwapMode::kOff) plan.placements = search(windows, policy.swapcore.mode);
   count(snapshot, plan);
   const Timeline& timeline = *windows.simulate(plan.placements);
+  plan.nodes = windows.nodes();
   plan.departures.resize(timeline.hbm.size());
   plan.restores.resize(timeline.hbm.size());
   auto trips = timeline.trips;
   for (const Timeline::Trip& trip : trips)
-    plan.restores[trip.trigger].push_back(snapshot.sites[trip.site].site);
+    plan.restores[trip.trigger].push_back({snapshot.sites[trip.site].site, trip.micro_batch});
   std::stable_sort(trips.begin(), trips.end(),
                    [](const auto& a, const auto& b) { return a.spill_start < b.spill_start; });
   for (const Timeline::Trip& trip : trips)
-    plan.departures[trip.departure].push_back(snapshot.sites[trip.site].site);
+    plan.departures[trip.departure].push_back({snapshot.sites[trip.site].site, trip.micro_batch});
   plan.prediction = predict(snapshot, timeline);
   return plan;
 }

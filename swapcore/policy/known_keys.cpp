@@ -16,6 +16,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"swapcore", "hbm_budget", "\"auto\""},
     {"swapcore", "ddr_budget", "\"auto\""},
     {"swapcore", "verify", "\"off\""},
+    {"swapcore", "spill_format", "\"exact\""},
     {"swapcore.rule", "match", ""},
     {"swapcore.rule", "kind", "\"any\""},
     {"swapcore.rule", "phase", "\"any\""},

@@ -40,6 +40,7 @@ enum class Contingency : std::uint8_t { kOffload, kRecompute, kFail };
 enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
 [[nodiscard]] const char* name_of(RuleAction action);  // "auto", "hbm", "ddr", "discard"
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
+enum class SpillFormat : std::uint8_t { kExact, kFp8 };
 enum class StateTier : std::uint8_t { kHbm, kDdr };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
 
@@ -90,6 +91,7 @@ struct Policy {
     Amount hbm_budget;  // auto: what the device budget leaves
     Amount ddr_budget;  // auto: all of ddr.budget
     Verify verify = Verify::kOff;
+    SpillFormat spill_format = SpillFormat::kExact;  // kFp8: what comes back is near what left, and not it
     std::vector<Rule> rules;
   } swapcore;
   struct Checkpoint {

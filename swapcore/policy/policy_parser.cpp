@@ -24,6 +24,7 @@ constexpr Word<NumaMode> kNumaModes[] = {{"nearest", NumaMode::kNearest},
                                          {"interleave", NumaMode::kInterleave}};
 constexpr Word<SwapMode> kSwapModes[] = {
     {"off", SwapMode::kOff}, {"auto", SwapMode::kAuto}, {"rules", SwapMode::kRules}};
+constexpr Word<SpillFormat> kSpillFormats[] = {{"exact", SpillFormat::kExact}, {"fp8", SpillFormat::kFp8}};
 constexpr Word<Verify> kVerifies[] = {
     {"off", Verify::kOff}, {"sample", Verify::kSample}, {"always", Verify::kAlways}};
 constexpr Word<Contingency> kContingencies[] = {
@@ -216,6 +217,8 @@ class PolicyParser {
     keep(reader.amount("ddr_budget", swapcore.ddr_budget, AutoAllowed::kYes), swapcore.ddr_budget,
          positions_.swapcore_ddr_budget);
     swapcore.verify = reader.word<Verify>("verify", swapcore.verify, kVerifies).value;
+    swapcore.spill_format =
+        reader.word<SpillFormat>("spill_format", swapcore.spill_format, kSpillFormats).value;
     if (const toml::node* rules = reader.node("rule")) rules_ = parse_rules(*rules, problems_);
   }
 

@@ -68,6 +68,7 @@ void expect_same_policy(const Policy& a, const Policy& b) {
   EXPECT_EQ(a.swapcore.hbm_budget, b.swapcore.hbm_budget);
   EXPECT_EQ(a.swapcore.ddr_budget, b.swapcore.ddr_budget);
   EXPECT_EQ(a.swapcore.verify, b.swapcore.verify);
+  EXPECT_EQ(a.swapcore.spill_format, b.swapcore.spill_format);
   EXPECT_EQ(a.swapcore.rules.size(), b.swapcore.rules.size());
   EXPECT_EQ(a.checkpoint.budget, b.checkpoint.budget);
   EXPECT_EQ(a.checkpoint.contingency, b.checkpoint.contingency);

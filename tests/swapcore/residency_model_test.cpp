@@ -77,7 +77,8 @@ TEST(ResidencyModel, EveryTakeReturnsWhatWasKept) {
     Tiers tiers({.hbm = 512_KiB,
                  .ddr = 768_KiB,
                  .link_bytes_per_second = seed % 2 == 0 ? 4e9 : 100e6,
-                 .copies = seed % 3 == 0 ? CopyEngine::Options{} : kSmallChunks});
+                 .copies = seed % 3 == 0 ? CopyEngine::Options{} : kSmallChunks,
+                 .poison = seed % 5 == 0 ? Poison::kOn : Poison::kOff});
     Schedule(tiers, seed).run(150);
     if (HasFailure()) FAIL() << "seed " << seed;
   }

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <thread>
 
 #include "runtime/fault.hpp"
@@ -247,6 +248,46 @@ TEST(Residency, DroppingWhatIsInFlightFreesBothSides) {
   tiers.store->drop(key(0));
   EXPECT_EQ(tiers.hbm->usage().live, 0_B);
   EXPECT_EQ(tiers.ddr->usage().live, 0_B);
+}
+
+// Who still reads what was let go reads the pattern, and nothing that looks right.
+TEST(Residency, ReleasedActivationsAreOverwrittenWherePoisonIsOn) {
+  for (const Poison poison : {Poison::kOff, Poison::kOn}) {
+    for (const Pool pool : {Pool::kActivation, Pool::kWeights}) {
+      Tiers tiers({});
+      const auto neighbour = tiers.filled(4_KiB, 1);  // the memory stays mapped
+      const auto room = tiers.hbm->allocate(tiers.compute, 4_KiB, pool);
+      ASSERT_TRUE(room);
+      BlockRef block = shared_block(*tiers.device, *tiers.hbm, tiers.compute, *room, poison);
+      ASSERT_TRUE(tiers.device->fill(tiers.compute, block->address, 42, block->size));
+      const Address stale = block->address;
+      block.reset();
+      std::array<int, 2> seen{};
+      ASSERT_TRUE(tiers.device->launch_host(tiers.compute, [&seen, stale] {
+        seen = {std::to_integer<int>(stale[0]), std::to_integer<int>(stale[4095])};
+      }));
+      ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+      const int expected = poison == Poison::kOn && pool == Pool::kActivation ? kPoisonByte : 42;
+      EXPECT_EQ(seen, (std::array<int, 2>{expected, expected}));
+    }
+  }
+}
+
+// What left has its HBM overwritten only behind the copy, what came back only behind its last use.
+TEST(Residency, PoisonTouchesNoByteThatIsStillNeeded) {
+  Tiers tiers({.link_bytes_per_second = 100e6, .copies = kSmallChunks, .poison = Poison::kOn});
+  for (int round = 0; round < 3; ++round) {
+    const auto room = tiers.hbm->allocate(tiers.compute, 1_MiB, Pool::kActivation);
+    ASSERT_TRUE(room);
+    BlockRef block = shared_block(*tiers.device, *tiers.hbm, tiers.compute, *room, Poison::kOn);
+    ASSERT_TRUE(tiers.device->fill(tiers.compute, block->address, 42, block->size));
+    tiers.store->keep(key(0), std::move(block));
+    ASSERT_TRUE(tiers.store->spill(key(0)));
+    ASSERT_TRUE(tiers.store->depart(key(0)));
+    auto taken = tiers.store->take(key(0));
+    ASSERT_TRUE(taken);
+    EXPECT_TRUE(tiers.holds(taken->block, 42));
+  }
 }
 
 }  // namespace

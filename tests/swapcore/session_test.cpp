@@ -132,6 +132,22 @@ TEST_F(SessionTest, ThePlanSaysWhatItsStepsTakeAndHold) {
   EXPECT_EQ(session_->snapshot()->micro_batches, 1);
 }
 
+TEST_F(SessionTest, ThePredictionTakesUpWhatTheFirstStepsByThePlanMeasured) {
+  open();
+  for (int i = 0; i < 3; ++i) run_step();
+  const double modelled = session_->plan()->prediction.step_seconds;
+  EXPECT_EQ(session_->plan()->prediction.residual_share, 0);
+  for (int i = 0; i < 4; ++i) {
+    run_step();
+    ASSERT_TRUE(device_->synchronize(compute_));
+  }
+  session_->begin_step();
+  session_->cancel_step();
+  const Prediction& corrected = session_->plan()->prediction;
+  EXPECT_NE(corrected.residual_share, 0);
+  EXPECT_NEAR(corrected.step_seconds, modelled * (1 + corrected.residual_share), 1e-12);
+}
+
 // Nothing stays: everything that the plan keeps travels, and comes back for the moment it is asked for.
 TEST_F(SessionTest, WhatThePlanSendsAwayComesBackByThePlan) {
   policy_.swapcore.hbm_budget = Amount::of(0_B);

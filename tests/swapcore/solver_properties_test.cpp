@@ -113,15 +113,16 @@ class Player {
   }
 
   void depart(std::size_t moment) {
-    for (const SiteId id : plan_.departures[moment]) {
+    for (const auto& [id, micro_batch] : plan_.departures[moment]) {
       EXPECT_LE(left_[id.index], now_ + 1e-12) << seed_ << ": gives up its place before it has left";
-      EXPECT_EQ(std::erase_if(held_, [&](const Held& held) { return held.site == id.index; }), 1U) << seed_;
+      EXPECT_EQ(std::erase_if(held_, [index = id.index](const Held& held) { return held.site == index; }), 1U)
+          << seed_;
     }
   }
 
   void depart_and_restore(std::size_t moment) {
     depart(moment);
-    for (const SiteId id : plan_.restores[moment]) {
+    for (const auto& [id, micro_batch] : plan_.restores[moment]) {
       const SiteCost& site = snapshot_.sites[id.index];
       EXPECT_EQ(plan_.placements[id.index], Placement::kDdr) << seed_;
       EXPECT_LE(left_[id.index], now_ + 1e-12) << seed_ << ": asked back before it has left";

@@ -79,7 +79,7 @@ TEST(Solver, LateLayersStayAndEarlyOnesTravel) {
   EXPECT_EQ(plan.placements[7], Placement::kHbm);
   // Whoever travels is asked back at or before its own backward, not after.
   for (std::size_t moment = 0; moment < plan.restores.size(); ++moment) {
-    for (const SiteId site : plan.restores[moment])
+    for (const auto& [site, micro_batch] : plan.restores[moment])
       EXPECT_LE(moment, 16U - static_cast<std::size_t>(snapshot.sites[site.index].layer));
   }
 }
@@ -91,7 +91,7 @@ TEST(Solver, ARestoreThatCameLateStartsEarlierAndThenStaysAtHome) {
   const auto moment_of_first = [&] {
     const Plan plan = solve(snapshot, Policy{});
     for (std::size_t moment = 0; moment < plan.restores.size(); ++moment) {
-      for (const SiteId site : plan.restores[moment])
+      for (const auto& [site, micro_batch] : plan.restores[moment])
         if (site.index == 0) return static_cast<int>(moment);
     }
     return -1;
@@ -111,7 +111,7 @@ TEST(Solver, ASpillThatWasNotGoneInTimeIsDueLaterAndThenStaysAtHome) {
   const auto departure_of_first = [&] {
     const Plan plan = solve(snapshot, Policy{});
     for (std::size_t moment = 0; moment < plan.departures.size(); ++moment) {
-      for (const SiteId site : plan.departures[moment])
+      for (const auto& [site, micro_batch] : plan.departures[moment])
         if (site.index == 0) return static_cast<int>(moment);
     }
     return -1;

@@ -17,9 +17,9 @@ TEST(StepProfile, TellsPositionsPeaksAndOutputs) {
   StepProfile profile(*tiers.device, tiers.compute);
   profile.enter(Phase::kBegin, 0, 0_B);
   profile.enter(Phase::kForward, 0, 5_MiB);
-  profile.add_output(SiteId{0}, 100_B);
+  profile.add_output(SiteId{0}, {100_B, 100_B});
   profile.enter(Phase::kForward, 1, 10_MiB);
-  profile.add_output(SiteId{1}, 200_B);
+  profile.add_output(SiteId{1}, {200_B, 60_B});
   profile.enter(Phase::kHead, 0, 20_MiB);
   profile.enter(Phase::kBackward, 1, 30_MiB);
   profile.enter(Phase::kBackward, 0, 40_MiB);
@@ -39,6 +39,7 @@ TEST(StepProfile, TellsPositionsPeaksAndOutputs) {
   EXPECT_EQ(snapshot.micro_batches, 1);
   ASSERT_EQ(snapshot.sites.size(), 3U);
   EXPECT_EQ(snapshot.sites[1].bytes, 200_B);
+  EXPECT_EQ(snapshot.sites[1].travel_bytes, 60_B);
   EXPECT_EQ(snapshot.sites[2].bytes, 0_B) << "never offered";
 }
 
@@ -62,6 +63,26 @@ TEST(StepProfile, SitesOfAGroupShareTheirMeanCost) {
   EXPECT_GT(snapshot.sites[0].recompute_seconds, 0);
   EXPECT_EQ(snapshot.sites[0].recompute_seconds, snapshot.sites[1].recompute_seconds);
   EXPECT_EQ(snapshot.sites[2].recompute_seconds, 0);
+}
+
+// The optimizer is no part of the first layer's backward, whose window and peak a plan uses.
+TEST(StepProfile, TheUpdateIsOutsideOfEveryPosition) {
+  Tiers tiers({.link_bytes_per_second = 100e6});
+  const std::vector<SiteSpec> sites = {{"layer.0.a", SiteKind::kMatmul, 0, "a"}};
+  StepProfile profile(*tiers.device, tiers.compute);
+  const BlockRef block = tiers.filled(1_MiB, 1);
+  profile.enter(Phase::kBegin, 0, 0_B);
+  profile.enter(Phase::kForward, 0, 5_MiB);
+  profile.enter(Phase::kHead, 0, 10_MiB);
+  profile.enter(Phase::kBackward, 0, 20_MiB);
+  profile.enter(Phase::kUpdate, 0, 30_MiB);
+  EXPECT_TRUE(tiers.device->copy(tiers.compute, Direction::kH2D, block->address, block->address, 1_MiB));
+  profile.enter(Phase::kEnd, 0, 50_MiB);
+  ASSERT_TRUE(tiers.device->synchronize(tiers.compute));
+  const Snapshot snapshot = profile.summarize(sites);
+  EXPECT_EQ(snapshot.layers[0].backward_peak, 30_MiB);
+  EXPECT_EQ(snapshot.other_peak, 50_MiB);
+  EXPECT_GE(snapshot.other_seconds, 0.01) << "a mebibyte at 100 MB/s";
 }
 
 // A copy comes before the site, whose own run takes no time: its output is there behind both.
@@ -100,8 +121,8 @@ TEST(StepProfile, SitesThatNobodyTimesShareTheirLayersForward) {
   const BlockRef block = tiers.filled(1_MiB, 1);
   profile.enter(Phase::kForward, 0, 0_B);
   EXPECT_TRUE(tiers.device->copy(tiers.compute, Direction::kH2D, block->address, block->address, 1_MiB));
-  profile.add_output(SiteId{0}, 100_B);
-  profile.add_output(SiteId{1}, 300_B);
+  profile.add_output(SiteId{0}, {100_B, 100_B});
+  profile.add_output(SiteId{1}, {300_B, 300_B});
   profile.enter(Phase::kHead, 0, 0_B);
   profile.enter(Phase::kEnd, 0, 0_B);
   ASSERT_TRUE(tiers.device->synchronize(tiers.compute));

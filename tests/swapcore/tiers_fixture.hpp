@@ -17,6 +17,7 @@ struct TierOptions {
   double link_bytes_per_second = 4e9;
   CopyEngine::Options copies{};
   Verify verify = Verify::kOff;
+  Poison poison = kPoisonReleased;
 };
 
 class Tiers {
@@ -32,7 +33,13 @@ class Tiers {
                           *device, {.budget = options.ddr, .slab = 256_KiB, .huge_pages = HugePages::kOff}))
                 .value()),
         copies(std::move(CopyEngine::create(*device, options.copies)).value()),
-        store(std::move(ResidencyStore::create({*device, *hbm, *ddr, *copies, compute, options.verify}))
+        store(std::move(ResidencyStore::create({.device = *device,
+                                                .hbm = *hbm,
+                                                .ddr = *ddr,
+                                                .copies = *copies,
+                                                .compute = compute,
+                                                .verify = options.verify,
+                                                .poison = options.poison}))
                   .value()) {}
   ~Tiers() {
     store.reset();

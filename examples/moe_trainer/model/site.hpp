@@ -24,6 +24,10 @@ struct SiteShape {
   Dtype dtype;
 };
 
+[[nodiscard]] constexpr Element element_of(Dtype dtype) {
+  return dtype == Dtype::kF32 ? Element::kF32 : Element::kBf16;
+}
+
 // The output of a site.
 //   forward    computed; offered to the session if layers are recomputed and backward reads it
 //   recompute  what the session kept, or else computed
@@ -49,7 +53,8 @@ template <typename Compute>
     const Session::Timing timing(pass.session, site);
     compute(out);
   }
-  if (pass.phase == Phase::kForward && reads == Reads::kInBackward) pass.session.offer(key, out.block);
+  if (pass.phase == Phase::kForward && reads == Reads::kInBackward)
+    pass.session.offer(key, out.block, element_of(shape.dtype));
   return out;
 }
 
