@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/fp8_blocks.hpp"
 
 namespace terrace {
 namespace {
@@ -372,6 +374,49 @@ TEST_F(CudaDeviceTest, TwoDevicesShareThePrimaryContext) {
   expect_ok(device_->copy(stream_, Direction::kD2H, host.at(), block.at(), size_));
   expect_ok(device_->synchronize(stream_));
   expect_all(host.bytes(), std::byte{9});
+}
+
+// Numbers of every size and kind, in sizes around a block of 128 and one that fills the device.
+TEST_F(CudaDeviceTest, PacksNumbersToTheBytesOfTheEmulatedDevice) {
+  const auto reference = std::move(open_emulated_device({.capacity = 1_MiB})).value();
+  const Stream other = *reference->create_stream(StreamPriority::kNormal);
+  const Backed numbers(*device_, size_), packed(*device_, size_), sums(*device_, size_);
+  Pinned host(*device_, size_), back(*device_, size_);
+  std::mt19937 random(5);
+  for (const Element element : {Element::kF32, Element::kBf16}) {
+    for (const std::uint64_t count : {1, 3, 127, 128, 130, 4099, 1'900'000}) {
+      const Bytes size(count * (element == Element::kF32 ? 4 : 2));
+      const Bytes small(fp8_bytes(count));
+      for (std::uint64_t i = 0; i < size.count(); ++i) host.bytes()[i] = static_cast<std::byte>(random());
+      std::vector<std::byte> expected(small.count()), unpacked(size.count());
+      Fp8Error error{}, seen{};
+      expect_ok(reference->pack_fp8(other, {element, count, host.at(), expected.data(), &error}));
+      expect_ok(reference->unpack_fp8(other, {element, count, unpacked.data(), expected.data(), nullptr}));
+      expect_ok(reference->synchronize(other));
+      auto* const device_sums = reinterpret_cast<Fp8Error*>(sums.at());
+      expect_ok(device_->fill(stream_, sums.at(), 0, Bytes(sizeof seen)));
+      expect_ok(device_->copy(stream_, Direction::kH2D, numbers.at(), host.at(), size));
+      expect_ok(device_->pack_fp8(stream_, {element, count, numbers.at(), packed.at(), device_sums}));
+      expect_ok(device_->fill(stream_, numbers.at(), 0x5A, size_));
+      expect_ok(device_->unpack_fp8(stream_, {element, count, numbers.at(), packed.at(), nullptr}));
+      expect_ok(device_->copy(stream_, Direction::kD2H, back.at(), packed.at(), small));
+      expect_ok(device_->synchronize(stream_));
+      EXPECT_EQ(std::memcmp(back.at(), expected.data(), count), 0) << count << " codes";
+      EXPECT_EQ(std::memcmp(back.at(Bytes(fp8_code_bytes(count))), expected.data() + fp8_code_bytes(count),
+                            fp8_blocks(count)),
+                0)
+          << count << " numbers' exponents";
+      expect_ok(device_->copy(stream_, Direction::kD2H, back.at(), numbers.at(), size));
+      expect_ok(device_->copy(stream_, Direction::kD2H, host.at(), sums.at(), Bytes(sizeof seen)));
+      expect_ok(device_->synchronize(stream_));
+      EXPECT_EQ(std::memcmp(back.at(), unpacked.data(), size.count()), 0) << count << " numbers";
+      std::memcpy(&seen, host.at(), sizeof seen);
+      EXPECT_NEAR(seen.error_sum, error.error_sum, 1e-9 * error.magnitude_sum) << count;
+      EXPECT_NEAR(seen.magnitude_sum, error.magnitude_sum, 1e-9 * error.magnitude_sum) << count;
+      EXPECT_EQ(seen.largest_share, error.largest_share) << count;
+    }
+  }
+  reference->destroy_stream(other);
 }
 
 TEST_F(CudaDeviceTest, FaultPointsAreAskedFirst) {
