@@ -316,9 +316,8 @@ Result<CopyQueue::LaneId> CopyQueue::gated_lane(const CopyJob& job) {
 Status CopyQueue::submit_urgent(const CopyJobRef& job, Event after) {
   LaneId lane_id = kUrgentLane;
   if (job->gate != Event{}) {
-    const Result<LaneId> gated = gated_lane(*job);
-    if (!gated.ok()) return gated.error();
-    lane_id = *gated;
+    if (const Result<LaneId> gated = gated_lane(*job); gated.ok())
+      lane_id = *gated;  // else it holds others up
   }
   Lane& lane = lanes_[lane_id];
   Status sent;
@@ -392,9 +391,8 @@ Status CopyQueue::send_rest(const CopyJobRef& job) {
   const EventPool::Held behind = started != nullptr ? started : job->ready;
   LaneId lane_id = kUrgentLane;
   if (job->gate != Event{} && shut(started != nullptr ? job->begun : job->ready)) {
-    const Result<LaneId> gated = gated_lane(*job);
-    if (!gated.ok()) return gated.error();
-    lane_id = *gated;
+    if (const Result<LaneId> gated = gated_lane(*job); gated.ok())
+      lane_id = *gated;  // else it holds others up
   }
   Status sent = send(lane_id, job, job->rest, behind);
   if (sent.ok() && job->on_done != nullptr) watch(lanes_[lane_id]);

@@ -73,6 +73,29 @@ TEST(SwapCore, GivesTheBitsOfRecomputation) {
   EXPECT_GT(on.session().counters().hits, 0U);
 }
 
+// Forward is exact: only what backward reads is near instead of equal.
+TEST(SwapCore, Fp8SpillsChangeLossesALittleAndExactOnesNotAtAll) {
+  Rig::Options options = tiny(Recompute::kFull, SwapMode::kOff);
+  Rig off(options);
+  const auto losses = off.steps(kSteps);
+  options.swapcore = SwapMode::kRules;
+  options.rules = {{.match = "*", .kind = {}, .action = RuleAction::kDdr}};
+  Rig exact(options);
+  EXPECT_EQ(exact.steps(kSteps), losses);
+  options.spill_format = SpillFormat::kFp8;
+  Rig packed(options);
+  const auto near = packed.steps(kSteps);
+  EXPECT_EQ(near[0], losses[0]);
+  EXPECT_NE(near, losses);
+  for (std::size_t i = 0; i < near.size(); ++i) EXPECT_NEAR(near[i], losses[i], 0.01F * losses[i]) << i;
+  const SessionCounters counters = packed.session().counters();
+  EXPECT_GT(counters.hits + counters.late, 0U);
+  EXPECT_LT(counters.spilled.count() * 3, exact.session().counters().spilled.count());
+  EXPECT_GT(counters.spill_error_mean, 0);
+  EXPECT_LE(counters.spill_error_largest, 1.0 / 16);
+  EXPECT_EQ(exact.session().counters().spill_error_largest, 0);
+}
+
 TEST(SwapCore, StaysWithinATightBudgetAndGivesTheSameBits) {
   Rig::Options options = tiny(Recompute::kFull, SwapMode::kOff);
   Rig plain(options);

@@ -61,6 +61,8 @@ class Rig {
     Bytes capacity = 512_MiB;
     Bytes budget = 256_MiB;
     SwapMode swapcore = SwapMode::kOff;
+    std::vector<Rule> rules = {};
+    SpillFormat spill_format = SpillFormat::kExact;
     Policy::Checkpoint checkpoint = {};
     Policy::Experts experts = {};
     Policy::Optimizer optimizer = {};
@@ -77,6 +79,8 @@ class Rig {
     Session::Options session;
     session.policy.hbm.budget = Amount::of(options.budget);
     session.policy.swapcore.mode = options.swapcore;
+    session.policy.swapcore.rules = options.rules;
+    session.policy.swapcore.spill_format = options.spill_format;
     session.policy.checkpoint = options.checkpoint;
     session.policy.experts = options.experts;
     session.policy.optimizer = options.optimizer;
