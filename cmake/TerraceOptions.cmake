@@ -18,7 +18,7 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
 endif()
 
-set(TERRACE_SANITIZER "" CACHE STRING "address, thread, or empty")
+set(TERRACE_SANITIZER "" CACHE STRING "address, thread, fuzzer (clang: address, and what libFuzzer counts), or empty")
 if(TERRACE_SANITIZER STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
   add_link_options(-fsanitize=address,undefined)
@@ -26,6 +26,9 @@ elseif(TERRACE_SANITIZER STREQUAL "thread")
   # Fences are unknown to tsan; the code uses none, and the flag keeps gcc from warning about system headers.
   add_compile_options(-fsanitize=thread -fno-omit-frame-pointer -Wno-tsan)
   add_link_options(-fsanitize=thread)
+elseif(TERRACE_SANITIZER STREQUAL "fuzzer")
+  add_compile_options(-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=address,undefined)
 endif()
 
 option(TERRACE_PARANOID "Checks that walk whole structures (the debug preset has them)" OFF)

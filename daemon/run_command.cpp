@@ -12,6 +12,7 @@
 #include "daemon/python_start.hpp"
 #include "daemon/record_target.hpp"
 #include "daemon/socket_path.hpp"
+#include "daemon/version.hpp"
 #include "runtime/shared_page.hpp"
 
 namespace terrace {
@@ -31,6 +32,16 @@ std::string hex(std::uint64_t value) {
   return text;
 }
 
+// Installed, or as the build lays it out; empty where it is in neither place.
+fs::path preload_library(const fs::path& programs) {
+  std::error_code error;
+  for (const char* folder : {kLibrariesFromPrograms, "../lib"}) {
+    const fs::path library = (programs / folder / "libterrace_preload.so").lexically_normal();
+    if (fs::exists(library, error)) return library;
+  }
+  return {};
+}
+
 ChildRun child_of(const RunOptions& options, const std::string& socket, std::uint64_t run,
                   const fs::path& programs) {
   ChildRun child;
@@ -47,8 +58,8 @@ ChildRun child_of(const RunOptions& options, const std::string& socket, std::uin
     child.environment.emplace_back("TERRACE_RECORD", fs::absolute(options.record, error).string());
     child.pid_variable = "TERRACE_RECORD_PID";
   }
-  const fs::path preload = (programs / ".." / "lib" / "libterrace_preload.so").lexically_normal();
-  if (fs::exists(preload, error)) {
+  const fs::path preload = preload_library(programs);
+  if (!preload.empty()) {
     const char* before = std::getenv("LD_PRELOAD");
     const bool more = before != nullptr && *before != '\0';
     child.environment.emplace_back("LD_PRELOAD", preload.string() + (more ? std::string(":") + before : ""));

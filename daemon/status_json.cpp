@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "daemon/status_totals.hpp"
 #include "runtime/wire.hpp"
 
 namespace terrace {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-constexpr std::size_t kMostListed = 64;  // processes in each list, and fewer where the text would be too long
 
 Json by_tier(const TierAmounts& amounts) {
   Json json = Json::object();
@@ -71,12 +70,26 @@ Json process(const ClientRegistry::Record& record) {
   return json;
 }
 
-Json listed(const std::vector<ClientRegistry::Record>& records, std::uint64_t run, std::size_t most) {
+Json listed(const std::vector<ClientRegistry::Record>& records, std::uint64_t run) {
   Json list = Json::array();
   for (const auto& record : records) {
-    if (list.size() < most && (run == 0 || record.run == run)) list.push_back(process(record));
+    if (run == 0 || record.run == run) list.push_back(process(record));
   }
   return list;
+}
+
+// Paths and devices may hold bytes that are no text.
+std::string text_of(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+// Sets json[key] to as much of the list as the text has room for. A cut text would be no JSON.
+void put(Json& json, const char* key, const Json& list) {
+  Json& kept = json[key] = Json::array();
+  std::size_t size = text_of(json).size();
+  for (const Json& entry : list) {
+    size += text_of(entry).size() + 1;
+    if (size > kMaxWireText) return;
+    kept.push_back(entry);
+  }
 }
 
 Json run_summary(const ClientRegistry::View& view, std::uint64_t run) {
@@ -120,12 +133,12 @@ std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& vi
                                 {"leased", account.leased.count()}});
   }
   if (run != 0) json["run"] = run_summary(view, run);
-  for (std::size_t most = kMostListed;; most /= 2) {  // a cut text would be no JSON
-    json["clients"] = listed(view.live, run, most);
-    json["ended"] = listed(view.ended, run, std::min<std::size_t>(most, kMostListed / 2));
-    std::string text = json.dump();
-    if (text.size() <= kMaxWireText || most == 0) return text;
-  }
+  // In the order of what is missed most: every list is bounded, and the last are cut first.
+  put(json, "devices", device_totals(view));
+  put(json, "jobs", job_totals(view));
+  put(json, "clients", listed(view.live, run));
+  put(json, "ended", listed(view.ended, run));
+  return text_of(json);
 }
 
 }  // namespace terrace

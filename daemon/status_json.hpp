@@ -1,11 +1,12 @@
 // The daemon's answer to a status request, as JSON.
 //
 //   {"pid", "version", "socket", "listen", "budget": {tier: bytes}, "leased": {tier: bytes}, "clients_total",
-//    "accounts": [{"tier", "place" (device, NUMA node or ""), "budget", "leased"}], "clients": [PROCESS],
-//    "ended": [PROCESS], "run": {"processes", SUMMARY}}        where a run was asked for
-// PROCESS: {"id", "pid", "user", "job", "device", "run" (hex), "leased": {tier: bytes}, "waiting": {tier:
-// bytes},
-//           "deaf", "passthrough", SUMMARY}
+//    "accounts": [{"tier", "place" (device, NUMA node or ""), "budget", "leased"}],
+//    "run": {"processes", SUMMARY},        where a run was asked for
+//    "devices": [DEVICE], "jobs": [JOB],   of all live processes (daemon/status_totals.hpp)
+//    "clients": [PROCESS], "ended": [PROCESS]}
+// PROCESS: {"id", "pid", "user", "job", "device", "run" (hex), "leased": {tier: bytes},
+//           "waiting": {tier: bytes}, "deaf", "passthrough", SUMMARY}
 // SUMMARY: "hbm_peak_bytes", "ddr_peak_bytes", "transfer_bytes", "cache_hits", "cache_misses", "cache_late",
 //          "stall_seconds", "steps"; of a run: peaks of its largest process, sums of the rest
 #pragma once
@@ -26,7 +27,7 @@ struct DaemonFacts {
   std::string listen;  // empty: metrics are not served
 };
 
-// `run`: processes of that run alone; 0: all. Lists are cut so that the text fits a message.
+// `run`: clients and ended ones of that run alone; 0: all. Lists are cut so that the text fits a message.
 [[nodiscard]] std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& view,
                                       std::uint64_t run);
 

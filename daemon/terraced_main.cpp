@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <string>
 
+#include "daemon/manual/manual_page.hpp"
 #include "daemon/serve_options.hpp"
 #include "daemon/server.hpp"
 #include "daemon/service_notice.hpp"
@@ -39,9 +40,11 @@ int fail(const Error& error) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"terraced shares a node's memory between training processes and serves their metrics."};
+  CLI::App app{"terraced shares a node's memory between training processes and serves their metrics.",
+               "terraced"};
   ServeCommandLine line;
   app.set_version_flag("--version", std::string(kVersion));
+  add_manual_option(app, kTerracedManual);
   app.add_option("--policy", line.policy, "Policy file");
   app.add_option("--socket", line.socket, "Unix socket to listen on; else daemon.socket of the policy");
   app.add_option("--listen", line.listen, "ADDRESS:PORT for /metrics; port 0: any free one");

@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "runtime/peer_reach.hpp"
+
 namespace terrace {
 
 namespace cuda {
@@ -127,5 +129,31 @@ Result<std::unique_ptr<Device>> open_cuda_device(DeviceId id) {
 }
 
 bool cuda_available() { return cuda::open_driver().ok(); }
+
+Result<PeerReach> cuda_peer_reach() {
+  const Result<const cuda::Driver*> opened = cuda::open_driver();
+  if (!opened.ok()) return opened.error();
+  const cuda::Driver& driver = **opened;
+  PeerReach reach;
+  if (Status counted =
+          cuda::check(driver, driver.cuDeviceGetCount(&reach.devices), {"cuDeviceGetCount", {}, {}});
+      !counted)
+    return counted.error();
+  for (int from = 0; from < reach.devices; ++from) {
+    for (int to = 0; to < reach.devices; ++to) {
+      if (from == to) continue;
+      CUdevice device{}, peer{};
+      int can = 0;
+      CUresult result = driver.cuDeviceGet(&device, from);
+      if (result == CUDA_SUCCESS) result = driver.cuDeviceGet(&peer, to);
+      if (result == CUDA_SUCCESS) result = driver.cuDeviceCanAccessPeer(&can, device, peer);
+      if (Status asked = cuda::check(driver, result, {"cuDeviceCanAccessPeer", {}, DeviceId{from}}); !asked)
+        return asked.error();
+      ++reach.pairs;
+      reach.reaching_pairs += can;
+    }
+  }
+  return reach;
+}
 
 }  // namespace terrace

@@ -1,5 +1,6 @@
 // The cuda device of a build without the CUDA headers: there is none, and it says so.
 #include "runtime/device.hpp"
+#include "runtime/peer_reach.hpp"
 #include "runtime/profiler_ranges.hpp"
 
 namespace terrace {
@@ -11,6 +12,8 @@ Result<std::unique_ptr<Device>> open_cuda_device(DeviceId id) {
 }
 
 bool cuda_available() { return false; }
+
+Result<PeerReach> cuda_peer_reach() { return Error{Errc::kNotSupported, "this build has no CUDA"}; }
 
 bool profiler_listens() { return false; }
 void push_profiler_range(const char*) {}

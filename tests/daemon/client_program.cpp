@@ -1,8 +1,9 @@
 // A program as `terrace run` starts them: joins the daemon of its environment, counts a little, takes a lease
 // of DDR, and ends with the exit code it is given. With `hold` it first waits for SIGTERM, which ends it
-// with 42.
+// with 42. With `steps` it counts steps of 10 ms, of which 2 ms waited for experts, until it is killed.
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -38,6 +39,17 @@ int wait_for_sigterm() {
   for (;;) ::pause();
 }
 
+[[noreturn]] void count_steps() {
+  std::puts("ready");
+  std::fflush(stdout);
+  for (;;) {
+    metrics().add<Metric::kStallSeconds>(StallReason::kExpertLate, std::chrono::milliseconds(2));
+    metrics().add<Metric::kStepSeconds>(std::chrono::milliseconds(10));
+    metrics().add<Metric::kSteps>(1);
+    ::usleep(10000);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -58,6 +70,7 @@ int main(int argc, char** argv) {
     metrics().add<Metric::kTransferBytes>(Direction::kD2H, CopyReason::kSpill, 5_MiB);
     metrics().add<Metric::kCacheFetches>(MetricKind::kGmm, FetchOutcome::kHit, 11);
     metrics().add<Metric::kSteps>(2);
+    if (argc > 1 && std::strcmp(argv[1], "steps") == 0) count_steps();
     if (argc > 1 && std::strcmp(argv[1], "fork") == 0) fork_and_wait(**link);
     if (argc > 1 && std::strcmp(argv[1], "hold") == 0) code = wait_for_sigterm();
   }

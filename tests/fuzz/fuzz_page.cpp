@@ -1,0 +1,65 @@
+// A client's metrics page, header and slots, and its Hello: whatever they hold, the daemon's status stays
+// valid JSON of bounded length, and a page that is not one is refused.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "daemon/client_registry.hpp"
+#include "daemon/status_json.hpp"
+#include "tests/fuzz/target.hpp"
+
+using namespace terrace;
+
+namespace {
+
+constexpr std::size_t kSlotsOffset = 128;  // of the page: behind its header
+
+// The input writes the header, or the slots of a page with a right header: its first byte says which.
+void write_input(int page, std::span<const std::uint8_t> input) {
+  const off_t at = input[0] % 4 == 0 ? 0 : static_cast<off_t>(kSlotsOffset);
+  const std::span<const std::uint8_t> bytes = input.subspan(1);
+  // A sealed page does not grow, so a write beyond its end falls short; what fits is there.
+  if (::pwrite(page, bytes.data(), bytes.size(), at) < 0) return;
+}
+
+Hello hello_from(std::span<const std::uint8_t> input) {
+  Hello hello;
+  std::memcpy(static_cast<void*>(&hello), input.data(), std::min(input.size(), sizeof hello));
+  hello.role = Role::kClient;
+  return hello;
+}
+
+void check_status(const ClientRegistry::View& view, std::uint64_t run) {
+  const std::string text = status_json({.pid = 1, .version = "0", .socket = "/s", .listen = ""}, view, run);
+  HOLDS(text.size() <= kMaxWireText);
+  HOLDS(nlohmann::json::accept(text));
+}
+
+}  // namespace
+
+int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  if (size == 0) return 0;
+  const std::span input(data, size);
+  auto page = SharedPage::create("fuzz");
+  HOLDS(page.ok());
+  write_input((*page)->fd(), input);
+  auto reader = SharedPageReader::open(::dup((*page)->fd()));
+  if (!reader) {
+    HOLDS(reader.error().code == Errc::kProtocol);
+    return 0;
+  }
+  ClientRegistry::Options options;
+  options.node_budgets[static_cast<std::size_t>(TierId::kDdr)] = 1_GiB;
+  ClientRegistry registry(options);
+  const Hello hello = hello_from(input.last(std::min(size, sizeof(Hello))));
+  const auto joined = registry.join(hello, 1, std::move(*reader));
+  if (!joined) return 0;
+  const Bytes granted = registry.request(joined->client, TierId::kDdr, Bytes(hello.capacity));
+  HOLDS(granted <= 1_GiB);
+  check_status(registry.view(), 0);
+  registry.leave(joined->client);
+  check_status(registry.view(), hello.run);
+  return 0;
+}
