@@ -236,7 +236,7 @@ ClientRegistry::View ClientRegistry::view(Ended ended) {
     client.record.deaf = book_.deaf(id);
     JobTotals& job = view.jobs.at(client.record.job);
     ++job.clients;
-    for_each_slot([&](const MetricInfo& info, std::size_t slot) {
+    for_each_slot([&, &client = client](const MetricInfo& info, std::size_t slot) {  // clang 14 asks for it
       const std::uint64_t value = client.record.values[slot];
       std::uint64_t& total = job.values[slot];
       total = info.type == MetricType::kPeak ? std::max(total, value) : add_saturating(total, value);

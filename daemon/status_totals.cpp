@@ -37,6 +37,7 @@ template <Metric M, typename Label>
 Json by_label(const SlotValues& values, Zeros zeros) {
   const MetricInfo& info = info_of(M);
   std::array<std::uint64_t, LabelTraits<Label>::kCount> sums{};
+  const char* (*name)(std::size_t index) = nullptr;
   for (std::size_t i = 0; i < info.slots; ++i) {
     std::size_t rest = i;
     for (std::size_t label = info.labels.size(); label-- > 0;) {  // the last label is the fastest
@@ -44,6 +45,7 @@ Json by_label(const SlotValues& values, Zeros zeros) {
       if (std::string_view(of.name) == LabelTraits<Label>::kName) {
         std::uint64_t& sum = sums[rest % of.count];
         sum = add_saturating(sum, values[info.first_slot + i]);
+        name = of.value;
       }
       rest /= of.count;
     }
@@ -51,11 +53,10 @@ Json by_label(const SlotValues& values, Zeros zeros) {
   Json json = Json::object();
   for (std::size_t i = 0; i < sums.size(); ++i) {
     if (sums[i] == 0 && zeros == Zeros::kLeftOut) continue;
-    const char* name = name_of(static_cast<Label>(i));
     if (info.unit == MetricUnit::kSeconds) {
-      json[name] = exposed_value(info, sums[i]);
+      json[name(i)] = exposed_value(info, sums[i]);
     } else {
-      json[name] = sums[i];
+      json[name(i)] = sums[i];
     }
   }
   return json;

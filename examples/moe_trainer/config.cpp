@@ -10,17 +10,9 @@
 #include <variant>
 #include <vector>
 
-// The form of toml++ that swapcore/policy uses: a program holds one, or the linker mixes the two.
-#undef TOML_HEADER_ONLY
-#undef TOML_SHARED_LIB
-#define TOML_HEADER_ONLY 1
-#define TOML_EXCEPTIONS 0
-#define TOML_ENABLE_FORMATTERS 0
-#define TOML_ASSERT(expr) static_assert(true)
-#include <toml++/toml.h>
-
 #include "examples/moe_trainer/failure.hpp"
 #include "examples/moe_trainer/ops/attnres.hpp"
+#include "swapcore/policy/toml.hpp"
 
 namespace terrace::trainer {
 

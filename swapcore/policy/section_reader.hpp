@@ -1,16 +1,7 @@
 // Typed reading of one section of a TOML document, with the position of everything that is wrong.
 //
-// Internal to the policy parser. toml++ is used header-only and without exceptions, whatever flags its
-// package proposes: the policy is also read inside libraries that load into somebody else's process.
+// Internal to the policy parser.
 #pragma once
-
-#undef TOML_HEADER_ONLY
-#undef TOML_SHARED_LIB
-#define TOML_HEADER_ONLY 1
-#define TOML_EXCEPTIONS 0
-#define TOML_ENABLE_FORMATTERS 0
-#define TOML_ASSERT(expr) static_assert(true)  // a document can be wrong; it can't be a programmer error
-#include <toml++/toml.h>
 
 #include <cstdint>
 #include <optional>
@@ -20,6 +11,7 @@
 #include <vector>
 
 #include "swapcore/policy/policy.hpp"
+#include "swapcore/policy/toml.hpp"
 #include "swapcore/policy/value_words.hpp"
 
 namespace terrace {
