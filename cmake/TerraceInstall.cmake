@@ -96,17 +96,23 @@ install(FILES ${staged}/completion.zsh RENAME _terrace DESTINATION ${CMAKE_INSTA
 install(FILES ${staged}/completion.fish RENAME terrace.fish
         DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
 
-# The unit names programs by their full path, which is known when it is installed.
+# The unit names programs by their full path, which is known when it is installed, and the policy in /etc.
 install(CODE "
   set(CMAKE_INSTALL_FULL_BINDIR \"\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR}\")
-  configure_file(\"${PROJECT_SOURCE_DIR}/daemon/terraced.service.in\" \"${staged}/terraced.service\" @ONLY)")
+  configure_file(\"${PROJECT_SOURCE_DIR}/daemon/terraced.service.in\" \"${staged}/terraced.service\" @ONLY)
+  set(settings \"\${CMAKE_INSTALL_PREFIX}/etc\")
+  if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
+    set(settings /etc)
+  endif()
+  file(INSTALL \"${PROJECT_SOURCE_DIR}/examples/policies/defaults.toml\" DESTINATION \"\${settings}/terrace\"
+       RENAME terrace.toml)")
 install(FILES ${staged}/terraced.service DESTINATION lib/systemd/system)
 
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/examples/policies DESTINATION ${documents}/examples)
 install(FILES ${package_folder}/examples.cmake RENAME CMakeLists.txt DESTINATION ${documents}/examples)
 install(FILES ${PROJECT_SOURCE_DIR}/examples/quickstart/quickstart.cpp DESTINATION ${documents}/examples/quickstart)
 install(FILES ${PROJECT_SOURCE_DIR}/examples/c_api/main.c DESTINATION ${documents}/examples/c_api)
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/dashboards DESTINATION ${CMAKE_INSTALL_DATADIR}/terrace)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/dashboards DESTINATION ${CMAKE_INSTALL_DATADIR}/terrace PATTERN "*.py" EXCLUDE)
 install(FILES ${PROJECT_SOURCE_DIR}/docs/POLICY.md ${PROJECT_SOURCE_DIR}/docs/METRICS.md DESTINATION ${documents})
 
 add_custom_command(OUTPUT ${staged}/changelog.gz DEPENDS ${PROJECT_SOURCE_DIR}/CHANGELOG.md
@@ -114,7 +120,7 @@ add_custom_command(OUTPUT ${staged}/changelog.gz DEPENDS ${PROJECT_SOURCE_DIR}/C
 # Headers of other projects are compiled in: their terms travel along, as their packages state them.
 cmake_path(GET jemalloc_archive PARENT_PATH jemalloc_libraries)
 set(terms ${PROJECT_SOURCE_DIR}/LICENSE ${jemalloc_libraries}/../COPYING)
-foreach(package libcli11-dev libspdlog-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev libfmt-dev)
+foreach(package libcli11-dev libspdlog-dev libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev libfmt-dev libjs-chart.js)
   if(EXISTS /usr/share/doc/${package}/copyright)
     list(APPEND terms /usr/share/doc/${package}/copyright)
   endif()
@@ -145,6 +151,7 @@ set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
+set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA ${package_folder}/conffiles)
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "libhwloc-dev, libnuma-dev")  # for those who link libterrace.a
 set(CPACK_DEBIAN_PACKAGE_SUGGESTS "prometheus, grafana")
 include(CPack)

@@ -26,7 +26,7 @@ EXPECTED = [
     r"usr/share/doc/terrace/examples/policies/defaults\.toml", r"usr/share/terrace/dashboards/.+",
     r"usr/share/bash-completion/completions/terrace", r"usr/share/zsh/vendor-completions/_terrace",
     r"usr/share/fish/vendor_completions\.d/terrace\.fish", r"usr/share/doc/terrace/copyright",
-    r"usr/share/doc/terrace/changelog\.gz",
+    r"usr/share/doc/terrace/changelog\.gz", r"etc/terrace/terrace\.toml",
 ]
 NOT_INSTALLED = re.compile(r"_test$|moe_trainer|gtest|toml\+\+|\.cpp$")
 EXAMPLES = "usr/share/doc/terrace/examples"
@@ -103,6 +103,12 @@ class Package(unittest.TestCase):
             self.assertRegex(depends, rf"\b{re.escape(library)}\b")
         self.assertNotRegex(depends, "cuda|nvidia|-dev")
         self.assertEqual(self.field("Package"), "terrace")
+
+    def test_the_settings_are_the_administrators(self):
+        control = self.folder / "control"
+        run(["dpkg-deb", "--control", self.package, control])
+        self.assertEqual((control / "conffiles").read_text(encoding="utf-8"), "/etc/terrace/terrace.toml\n")
+        self.assertIn("ok\n", run([self.root / "usr/bin/terrace", "check", self.root / "etc/terrace/terrace.toml"]))
 
     def test_nothing_of_the_build_shows(self):
         found = list(elf_files(self.root))
@@ -187,7 +193,7 @@ class Package(unittest.TestCase):
         root.mkdir()
         install(self.package, root)
         run(["dpkg", f"--root={root}", "--force-script-chrootless", "--no-triggers", "--purge", "terrace"])
-        self.assertEqual([path for path in root.glob("usr/**/*") if path.is_file() or path.is_symlink()], [])
+        self.assertEqual([path for top in ("usr", "etc") for path in root.glob(f"{top}/**/*") if not path.is_dir()], [])
 
 
 if __name__ == "__main__":
