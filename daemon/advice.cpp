@@ -100,6 +100,9 @@ void advise_on_stalls(const Seen& seen, std::vector<std::pair<double, Suggestion
     } else if (reason == "expert_late") {
       suggestion.finding = "experts arrive in HBM later than their layer runs";
       suggestion.policy = "[experts]\nprefetch = 2\n";
+    } else if (reason == "router_word") {
+      suggestion.finding = "layers wait for their router's word before their experts are fetched";
+      suggestion.policy = "[experts]\nload = \"layer\"\n";
     } else if (reason == "optimizer_late") {
       suggestion.finding = "the next forward pass waits for the optimizer's state to go through HBM";
       suggestion.policy = seen.hbm_used < kRoomy ? "[optimizer]\ntier = \"hbm\"\n" : "";

@@ -64,6 +64,20 @@ JobStatus job_of(const Json& json) {
   return job;
 }
 
+// Its budget is that of its account.
+DeviceStatus device_of(const Json& json, const std::vector<Json>& accounts) {
+  DeviceStatus device;
+  device.device = text(json, "device");
+  device.processes = count(json, "processes");
+  device.leased_bytes = count(json, "leased_bytes");
+  device.bytes = count(json, "bytes");
+  for (const Json& account : accounts) {
+    if (text(account, "tier") == "hbm" && text(account, "place") == device.device)
+      device.budget_bytes = count(account, "budget");
+  }
+  return device;
+}
+
 ProcessStatus process_of(const Json& json) {
   ProcessStatus process;
   process.pid = static_cast<int>(count(json, "pid"));
@@ -95,10 +109,8 @@ Result<NodeStatus> node_status(const std::string& status_json) {
   status.budget = counts(json, "budget");
   status.leased = counts(json, "leased");
   status.clients = count(json, "clients_total");
-  for (const Json& entry : objects(json, "devices")) {
-    status.devices.push_back({text(entry, "device"), count(entry, "processes"), count(entry, "leased_bytes"),
-                              count(entry, "bytes")});
-  }
+  for (const Json& entry : objects(json, "devices"))
+    status.devices.push_back(device_of(entry, objects(json, "accounts")));
   for (const Json& entry : objects(json, "jobs")) status.jobs.push_back(job_of(entry));
   for (const Json& entry : objects(json, "ended")) status.ended.push_back(process_of(entry));
   return status;

@@ -48,6 +48,7 @@ struct JobStatus {
 struct DeviceStatus {
   std::string device;
   std::uint64_t processes = 0, leased_bytes = 0, bytes = 0;  // of HBM
+  std::uint64_t budget_bytes = 0;                            // to lease in all
 };
 
 struct ProcessStatus {

@@ -96,6 +96,7 @@ const Manual kTerracedManual{.name = "terraced", .section = "8", .closing = R"(.
 The socket, unless policy or options name another; \fI.lock\fR beside it is held while the daemon lives.
 .SH SIGNALS
 SIGTERM and SIGINT end the daemon; training processes go on with what they were granted and join its successor.
+SIGHUP has it read its policy anew, which is refused whole where something in it is wrong.
 .SH SEE ALSO
 .BR terrace (1),
 .BR terrace.toml (5)

@@ -107,7 +107,7 @@ Line headline(const NodeStatus& status, int columns) {
 }
 
 // Bars take what the words leave.
-int bar_width(int columns) { return std::clamp(columns - 58, 8, 100); }
+int bar_width(int columns) { return std::clamp(columns - 70, 10, 100); }
 
 Line tier_line(const NodeStatus& status, const char* tier, Ink ink, int columns) {
   const std::uint64_t leased = status.leased[tier], budget = status.budget[tier];
@@ -118,8 +118,9 @@ Line tier_line(const NodeStatus& status, const char* tier, Ink ink, int columns)
 
 Line device_line(const DeviceStatus& device, int columns) {
   return {{padded(device.device, 15) + " "},
-          {bar(device.bytes, device.leased_bytes, bar_width(columns)), Ink::kHbm},
-          {" " + right(bytes(device.bytes), 10) + " of " + bytes(device.leased_bytes) + " leased"},
+          {bar(device.bytes, device.budget_bytes, bar_width(columns)), Ink::kHbm},
+          {" " + right(bytes(device.bytes), 10) + ", " + bytes(device.leased_bytes) + " leased of " +
+           bytes(device.budget_bytes)},
           {", " + std::to_string(device.processes) + (device.processes == 1 ? " process" : " processes"),
            Ink::kDim}};
 }

@@ -1,10 +1,10 @@
 // What `terrace top` shows, as lines for a screen of a given size. Pure: two statuses in, text out.
 //
-//   terraced 0.1.0 · pid 4211 · 2 processes                              127.0.0.1:9464
-//   hbm   [##########----------]  12.0 GiB leased of 24.0 GiB
-//   GPU            in use
-//   emulated:0    [######------]   6.0 GiB of  12.0 GiB leased   1 process
-//   JOB        PROCS  STEPS/S   HBM   DDR   TO DDR/S  FROM DDR/S  HITS   LATE  STALLED
+//   terraced 0.1.0, pid 4211, 2 processes                    http://127.0.0.1:9464/metrics
+//   hbm              [##########----------]   12.0 GiB leased of 24.0 GiB
+//   GPU MEMORY IN USE
+//   0000:1b:00.0     [######--------------]    6.0 GiB, 12.0 GiB leased of 24.0 GiB, 1 process
+//   JOB           PROC STEP/S        HBM        DDR       TO/S     FROM/S  HIT STALL  BY
 #pragma once
 
 #include <optional>

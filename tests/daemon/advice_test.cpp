@@ -36,11 +36,10 @@ TEST(Advice, AJobThatFitsHasNothingToGain) {
 }
 
 TEST(Advice, AWaitIsWorthAtMostItself) {
-  const std::pair<const char*, const char*> keys[] = {{"restore_late", "ddr_budget"},
-                                                      {"spill_backpressure", "ddr_budget"},
-                                                      {"budget", "contingency"},
-                                                      {"expert_late", "prefetch"},
-                                                      {"optimizer_late", "tier = \"hbm\""}};
+  const std::pair<const char*, const char*> keys[] = {
+      {"restore_late", "ddr_budget"},      {"spill_backpressure", "ddr_budget"},
+      {"budget", "contingency"},           {"expert_late", "prefetch"},
+      {"router_word", "load = \"layer\""}, {"optimizer_late", "tier = \"hbm\""}};
   for (const auto& [reason, key] : keys) {
     Watched watched = calm();
     watched.after.stall_seconds.set(reason, 0.5);

@@ -33,7 +33,7 @@ Moment moment(int jobs, int devices, double seconds) {
   moment.status.leased.set("hbm", 50);
   for (int i = 0; i < jobs; ++i) moment.status.jobs.push_back(job("job-" + std::to_string(i)));
   for (int i = 0; i < devices; ++i)
-    moment.status.devices.push_back({"0000:" + std::to_string(i) + ":00.0", 1, 10, 5});
+    moment.status.devices.push_back({"0000:" + std::to_string(i) + ":00.0", 1, 10, 5, 20});
   return moment;
 }
 

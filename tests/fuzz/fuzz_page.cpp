@@ -54,10 +54,12 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   options.node_budgets[static_cast<std::size_t>(TierId::kDdr)] = 1_GiB;
   ClientRegistry registry(options);
   const Hello hello = hello_from(input.last(std::min(size, sizeof(Hello))));
-  const auto joined = registry.join(hello, 1, std::move(*reader));
+  const ClientRegistry::Process process{.pid = 1, .uid = 1, .user = "user"};
+  const auto joined = registry.join(hello, process, std::move(*reader));
   if (!joined) return 0;
-  const Bytes granted = registry.request(joined->client, TierId::kDdr, Bytes(hello.capacity));
-  HOLDS(granted <= 1_GiB);
+  const LeaseRequest request{.tier = static_cast<std::uint32_t>(TierId::kDdr), .wanted = hello.capacity};
+  const auto grant = registry.request(joined->client, request, LeaseBook::Time(0));
+  HOLDS(grant.leased <= 1_GiB);
   check_status(registry.view(), 0);
   registry.leave(joined->client);
   check_status(registry.view(), hello.run);
