@@ -161,6 +161,9 @@ std::string policy_summary(const Policy& policy) {
                            std::to_string(policy.experts.prefetch) + ", " + text_of(policy.experts.load));
   line("optimizer   ", std::string("state in ") + text_of(policy.optimizer.tier) +
                            ", gradients of experts in " + text_of(policy.optimizer.gradients));
+  line("hook        ", std::string("cudaMemGetInfo says ") + (policy.hook.report == MemoryReport::kExtended
+                                                                  ? "HBM and the ddr budget"
+                                                                  : "what is left of the HBM budget"));
   line("metrics     ", "http://" + policy.metrics.listen + "/metrics");
   line("daemon      ", text_of(policy.daemon));
   for (const JobRule& job : policy.daemon.jobs) line("job         ", text_of(job));

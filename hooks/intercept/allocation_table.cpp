@@ -45,12 +45,12 @@ AllocationTable::Put AllocationTable::put(AllocationKey key, const Allocation& a
   Slot& slot = shard.slots[at];
   Put result;
   if (slot.key == wanted) {
-    result.replaced = Allocation{slot.tier, Bytes(slot.size)};
+    result.replaced = slot.allocation();
   } else {
     if (shard.used >= kUsedMost) return {};
     ++shard.used;
   }
-  slot = {wanted, allocation.size.count(), allocation.tier};
+  slot = {wanted, allocation.size.count(), allocation.charged.count(), allocation.device, allocation.tier};
   result.kept = true;
   return result;
 }
@@ -66,7 +66,7 @@ std::optional<Allocation> AllocationTable::take(AllocationKey key) noexcept {
     if (shard.slots[at].key == 0) return std::nullopt;
     at = (at + 1) & kMask;
   }
-  const Allocation taken{shard.slots[at].tier, Bytes(shard.slots[at].size)};
+  const Allocation taken = shard.slots[at].allocation();
   close_gap(shard, at);
   --shard.used;
   return taken;

@@ -26,6 +26,8 @@ enum class AllocationKey : std::uint64_t {};
 struct Allocation {
   TierId tier = TierId::kHbm;
   Bytes size;
+  std::int16_t device = -1;  // whose account was charged; -1: none
+  Bytes charged{};           // to that account
 };
 
 class AllocationTable {
@@ -41,6 +43,21 @@ class AllocationTable {
   };
   Put put(AllocationKey key, const Allocation& allocation) noexcept;
   [[nodiscard]] std::optional<Allocation> take(AllocationKey key) noexcept;
+  // Takes everything that was charged to a device. Not atomic: other threads may put at the same time.
+  template <typename Visit>
+  void take_all_of(int device, const Visit& visit) noexcept {
+    for (Shard& shard : shards_) {
+      if (shard.used == 0) continue;
+      for (std::size_t at = 0; at < kSlotsPerShard;) {
+        const Slot slot = shard.slots[at];
+        if (slot.key == 0 || slot.device != device || !take(AllocationKey{slot.key})) {
+          ++at;  // else another one has moved into its place
+        } else {
+          visit(slot.allocation());
+        }
+      }
+    }
+  }
   // For a forked child, where other threads' locks are never released. Precondition: no other thread.
   void clear_in_child() noexcept;
 
@@ -48,7 +65,10 @@ class AllocationTable {
   struct Slot {
     std::uint64_t key = 0;  // 0: free
     std::uint64_t size = 0;
+    std::uint64_t charged = 0;
+    std::int16_t device = -1;
     TierId tier = TierId::kHbm;
+    [[nodiscard]] Allocation allocation() const { return {tier, Bytes(size), device, Bytes(charged)}; }
   };
   struct Shard {
     std::atomic<bool> locked{false};

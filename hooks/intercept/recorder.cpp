@@ -3,10 +3,8 @@
 #include <pthread.h>
 
 #include <cerrno>
-#include <chrono>
 
-#include "runtime/daemon_link.hpp"
-#include "runtime/shared_page.hpp"
+#include "hooks/intercept/wall.hpp"
 #include "runtime/trace/recorder.hpp"
 
 namespace terrace::hooks {
@@ -16,9 +14,6 @@ constinit Recorder the_recorder;
 
 // Who an allocation serves isn't known at this boundary.
 constexpr Pool kUnknownPurpose = Pool::kScratch;
-
-// A guest waits no longer for a daemon that doesn't answer.
-constexpr std::chrono::milliseconds kPatience{2000};
 
 class ErrnoKept {
  public:
@@ -44,37 +39,18 @@ const void* address_in_trace(AllocationKey key) { return reinterpret_cast<const 
 Recorder& recorder() noexcept { return the_recorder; }
 
 void Recorder::calling(CallGroup group) noexcept {
-  if (!begun_.load(std::memory_order_acquire) && !begun_.exchange(true, std::memory_order_acq_rel)) {
+  if (!forks_watched_.load(std::memory_order_acquire) &&
+      !forks_watched_.exchange(true, std::memory_order_acq_rel)) {
     const ErrnoKept kept;
-    if (!forks_watched_.exchange(true, std::memory_order_relaxed))
-      pthread_atfork(nullptr, nullptr, [] { start_again_in_child(); });
-    join_daemon();
+    pthread_atfork(nullptr, nullptr, [] { start_again_in_child(); });
   }
   metrics().add<Metric::kPassthroughCalls>(group, 1);
-}
-
-void Recorder::join_daemon() noexcept {
-  try {
-    DaemonLink::Options options = DaemonLink::options_from_environment();
-    if (options.socket.empty()) return;
-    auto page = SharedPage::create(options.job);
-    if (!page) return;  // counting goes on in the private page
-    options.page_fd = (*page)->fd();
-    options.patience = kPatience;
-    auto link = DaemonLink::start(std::move(options));
-    if (!link) return;
-    attach_metrics((*page)->metrics());
-    // Both last until the process ends, and longer than anything that a destructor here could outlive.
-    (void)page->release();
-    (void)link->release();
-  } catch (...) {  // out of memory: the guest's call goes on
-  }
 }
 
 void Recorder::start_again_in_child() noexcept {
   the_recorder.table_.clear_in_child();
   for (auto& live : the_recorder.live_bytes_) live.store(0, std::memory_order_relaxed);
-  the_recorder.begun_.store(false, std::memory_order_release);
+  wall().start_again_in_child();
 }
 
 void Recorder::rise(const Allocation& allocation) noexcept {
@@ -96,8 +72,15 @@ void Recorder::keep(AllocationKey key, const Allocation& allocation, std::uint64
     trace::record_allocate(address_in_trace(key), allocation.size, stream, trace::kUnknown);
   }
   const AllocationTable::Put put = table_.put(key, allocation);
-  if (put.replaced) fall(*put.replaced);
-  if (put.kept) rise(allocation);
+  if (put.replaced) {
+    fall(*put.replaced);
+    freed(*put.replaced);
+  }
+  if (put.kept) {
+    rise(allocation);
+  } else {
+    freed(allocation);  // its free will not know
+  }
 }
 
 void Recorder::allocated(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept {
@@ -105,6 +88,20 @@ void Recorder::allocated(AllocationKey key, const Allocation& allocation, std::u
   metrics().add<Metric::kAllocations>(allocation.tier, kUnknownPurpose, 1);
   metrics().add<Metric::kAllocatedBytes>(allocation.tier, kUnknownPurpose, allocation.size);
   keep(key, allocation, stream);
+}
+
+void Recorder::created_physical(AllocationKey key, const Allocation& allocation) noexcept {
+  const ErrnoKept kept;
+  metrics().add<Metric::kAllocations>(allocation.tier, kUnknownPurpose, 1);
+  metrics().add<Metric::kAllocatedBytes>(allocation.tier, kUnknownPurpose, allocation.size);
+  if (allocation.tier == TierId::kHbm)
+    trace::record_allocate(address_in_trace(key), allocation.size, 0, trace::kUnknown);
+  rise(allocation);
+}
+
+void Recorder::releasing_physical(AllocationKey key) noexcept {
+  const ErrnoKept kept;
+  trace::record_free(address_in_trace(key), 0);
 }
 
 std::optional<Allocation> Recorder::freeing(AllocationKey key, std::uint64_t stream) noexcept {
@@ -118,6 +115,17 @@ std::optional<Allocation> Recorder::freeing(AllocationKey key, std::uint64_t str
 void Recorder::not_freed(AllocationKey key, const Allocation& allocation, std::uint64_t stream) noexcept {
   const ErrnoKept kept;
   keep(key, allocation, stream);
+}
+
+void Recorder::freed(const Allocation& allocation) noexcept {
+  if (allocation.charged > 0_B) wall().refund(allocation.device, allocation.charged);
+}
+
+void Recorder::forget_device(int device) noexcept {
+  table_.take_all_of(device, [this](const Allocation& allocation) {
+    fall(allocation);
+    freed(allocation);
+  });
 }
 
 void Recorder::freed_unknown() noexcept { metrics().add<Metric::kUnknownFrees>(1); }

@@ -30,6 +30,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"experts", "load", "\"auto\""},
     {"optimizer", "tier", "\"hbm\""},
     {"optimizer", "gradients", "\"hbm\""},
+    {"hook", "report", "\"physical\""},
     {"metrics", "listen", "\"127.0.0.1:9464\""},
     {"metrics", "tls_cert", "\"\""},
     {"metrics", "tls_key", "\"\""},

@@ -42,6 +42,7 @@ enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
 enum class SpillFormat : std::uint8_t { kExact, kFp8 };
 enum class StateTier : std::uint8_t { kHbm, kDdr };
+enum class MemoryReport : std::uint8_t { kPhysical, kExtended };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
 
 // In a file, from 1.
@@ -107,6 +108,9 @@ struct Policy {
     StateTier tier = StateTier::kHbm;
     StateTier gradients = StateTier::kHbm;  // of trained experts
   } optimizer;
+  struct Hook {
+    MemoryReport report = MemoryReport::kPhysical;  // what cudaMemGetInfo says under `terrace run`
+  } hook;
   struct Metrics {
     std::string listen = "127.0.0.1:9464";
     std::string tls_cert, tls_key, auth_file;  // absolute paths; empty: HTTP, for whoever reaches the address

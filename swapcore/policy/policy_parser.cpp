@@ -31,6 +31,8 @@ constexpr Word<Contingency> kContingencies[] = {
     {"offload", Contingency::kOffload}, {"recompute", Contingency::kRecompute}, {"fail", Contingency::kFail}};
 
 constexpr Word<StateTier> kStateTiers[] = {{"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
+constexpr Word<MemoryReport> kMemoryReports[] = {{"physical", MemoryReport::kPhysical},
+                                                 {"extended", MemoryReport::kExtended}};
 constexpr std::int64_t kPrefetchMost = 16;  // layers
 constexpr Word<ExpertLoad> kExpertLoads[] = {
     {"layer", ExpertLoad::kLayer}, {"router", ExpertLoad::kRouter}, {"auto", ExpertLoad::kAuto}};
@@ -97,6 +99,9 @@ class PolicyParser {
     with_section("checkpoint", [&](const SectionReader& r) { read_checkpoint(r); });
     with_section("experts", [&](const SectionReader& r) { read_experts(r); });
     with_section("optimizer", [&](const SectionReader& r) { read_optimizer(r); });
+    with_section("hook", [&](const SectionReader& r) {
+      policy_.hook.report = r.word<MemoryReport>("report", policy_.hook.report, kMemoryReports).value;
+    });
     with_section("metrics", [&](const SectionReader& r) { read_metrics(r); });
     with_section("daemon", [&](const SectionReader& r) { read_daemon(r); });
     if (problems_.empty()) find_contradictions(policy_, positions_, rules_, problems_);

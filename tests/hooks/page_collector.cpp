@@ -7,13 +7,14 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
 namespace terrace::test {
 
-PageCollector::PageCollector() {
+PageCollector::PageCollector(Bytes hbm_budget) : hbm_budget_(hbm_budget) {
   std::string pattern = (std::filesystem::temp_directory_path() / "terrace-hooks-XXXXXX").string();
   if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("no temporary folder");
   folder_ = pattern;
@@ -44,12 +45,31 @@ std::vector<std::unique_ptr<SharedPageReader>> PageCollector::collect() {
 
 void PageCollector::serve() {
   for (;;) {
-    pollfd watched[2] = {{listener_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
-    if (::poll(watched, 2, -1) < 0) continue;
+    std::vector<pollfd> watched = {{listener_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    for (const WireConnection& each : connections_) watched.push_back({each.fd(), POLLIN, 0});
+    if (::poll(watched.data(), watched.size(), -1) < 0) continue;
+    for (std::size_t i = 2; i < watched.size(); ++i) {
+      if (watched[i].revents != 0) answer(connections_[i - 2]);
+    }
     // A guest that waits at the door comes in before the end.
     for (int fd = -1; (fd = ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;)
       welcome(OwnedFd(fd));
     if ((watched[1].revents & POLLIN) != 0) return;
+  }
+}
+
+void PageCollector::answer(WireConnection& connection) {
+  auto asked = connection.receive(std::chrono::milliseconds(0));
+  if (!asked) return connection.close();  // poll() passes over it from now on
+  if (const auto* request = std::get_if<LeaseRequest>(&asked->message)) {
+    const Bytes granted = std::min(Bytes(request->wanted), hbm_budget_ - leased_);
+    leased_ += granted;
+    leased_peak_ = std::max(leased_peak_, leased_);
+    (void)connection.send(LeaseGrant{request->tier, 0, granted.count(), leased_.count()}, asked->sequence);
+  } else if (const auto* release = std::get_if<Release>(&asked->message)) {
+    leased_ -= Bytes(release->bytes);
+    released_ += Bytes(release->bytes);
+    (void)connection.send(LeaseGrant{release->tier, 0, 0, leased_.count()}, asked->sequence);
   }
 }
 
@@ -58,6 +78,7 @@ void PageCollector::welcome(OwnedFd accepted) {
   auto hello = connection.receive(std::chrono::seconds(5));
   if (!hello || !std::holds_alternative<Hello>(hello->message)) return;
   auto page = SharedPageReader::open(hello->fd.release());
+  devices_.emplace_back(std::get<Hello>(hello->message).device.view());
   if (page) pages_.push_back(*std::move(page));
   if (connection.send(Welcome{.client = pages_.size(), .daemon_pid = ::getpid()}, hello->sequence))
     connections_.push_back(std::move(connection));

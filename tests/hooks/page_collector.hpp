@@ -1,5 +1,5 @@
-// Stands where terraced would: welcomes whoever says Hello and keeps their metrics pages, which stay readable
-// after the guest has ended.
+// Stands where terraced would: welcomes whoever says Hello, leases HBM up to a budget that all of them share, and
+// keeps their metrics pages, which stay readable after the guest has ended.
 #pragma once
 
 #include <memory>
@@ -14,22 +14,29 @@ namespace terrace::test {
 
 class PageCollector {
  public:
-  PageCollector();
+  explicit PageCollector(Bytes hbm_budget = Bytes(1ULL << 50));
   ~PageCollector();
   [[nodiscard]] const std::string& socket() const { return path_; }
 
   // Ends the service and returns the pages in the order of arrival.
   std::vector<std::unique_ptr<SharedPageReader>> collect();
+  // The device that each guest named, and the most that was leased at one time; after collect().
+  [[nodiscard]] const std::vector<std::string>& devices() const { return devices_; }
+  [[nodiscard]] Bytes leased_peak() const { return leased_peak_; }
+  [[nodiscard]] Bytes released() const { return released_; }
 
  private:
   void serve();
   void welcome(OwnedFd accepted);
+  void answer(WireConnection& connection);
 
   std::string folder_, path_;
   OwnedFd listener_;
   OwnedFd wake_;
   std::vector<WireConnection> connections_;
   std::vector<std::unique_ptr<SharedPageReader>> pages_;
+  std::vector<std::string> devices_;
+  Bytes hbm_budget_, leased_, leased_peak_, released_;
   std::thread thread_;
 };
 

@@ -1,16 +1,31 @@
 // What happens around a passed-through call, by the shape of its arguments. Each handler makes the real call
-// exactly once, with the arguments as they came, and returns what it returned.
+// at most once, with the arguments as they came, and returns what it returned; it makes none where the wall
+// refuses or the pool of this process serves (stream_pools.hpp).
+//
+// Handlers of driver calls decide; those of runtime calls count, and settle what went past the driver's.
 #pragma once
 
-#include <bit>
 #include <type_traits>
 
 #include "hooks/intercept/call_guard.hpp"
 #include "hooks/intercept/cuda/abi.hpp"
+#include "hooks/intercept/cuda/charges.hpp"
+#include "hooks/intercept/cuda/driver_calls.hpp"
+#include "hooks/intercept/cuda/launch_view.hpp"
+#include "hooks/intercept/cuda/memory_report.hpp"
+#include "hooks/intercept/cuda/physical_ledger.hpp"
+#include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/cuda/symbols.hpp"
 #include "hooks/intercept/recorder.hpp"
+#include "hooks/intercept/wall.hpp"
 
 namespace terrace::hooks::cuda {
+
+template <typename Real>
+struct Call {
+  Real real;
+  DefaultStream default_stream;
+};
 
 template <typename Pointer>
 [[nodiscard]] AllocationKey key_of(Pointer pointer) noexcept {
@@ -21,87 +36,502 @@ template <typename Pointer>
   }
 }
 
-// The stream among what follows address and size; zero where a call names none.
-[[nodiscard]] inline std::uint64_t stream_of() noexcept { return 0; }
-[[nodiscard]] inline std::uint64_t stream_of(unsigned /*flags*/) noexcept { return 0; }
-[[nodiscard]] inline std::uint64_t stream_of(StreamHandle stream) noexcept {
+[[nodiscard]] inline std::uint64_t id_of(StreamHandle stream) noexcept {
   return reinterpret_cast<std::uintptr_t>(stream);
 }
-[[nodiscard]] inline std::uint64_t stream_of(MemoryPool, StreamHandle stream) noexcept {
-  return stream_of(stream);
+
+// Counts a call that is nobody else's doing.
+inline void count(const DriverCall& guard, CallGroup group) noexcept {
+  if (guard.outermost() && !RuntimeCall::under_way()) recorder().calling(group);
 }
 
-template <TierId Tier, typename Real, typename Pointer, typename... Rest>
-CallResult allocate(Real real, Pointer* out, std::size_t bytes, Rest... rest) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(out, bytes, rest...);
-  recorder().calling(CallGroup::kAllocate);
-  const CallResult result = real(out, bytes, rest...);
-  if (result == kSuccess) recorder().allocated(key_of(*out), {Tier, Bytes(bytes)}, stream_of(rest...));
+// Notes of ours that need memory; without any, the guest's call goes on.
+template <typename Note>
+void noting(const Note& note) noexcept {
+  try {
+    note();
+  } catch (...) {
+  }
+}
+
+template <CallGroup Group, typename Real, typename... Arguments>
+CallResult pass(const Call<Real>& call, Arguments... arguments) noexcept {
+  const DriverCall guard;
+  count(guard, Group);
+  return call.real(arguments...);
+}
+
+// ---------------------------------------------------------------- allocations
+
+// Charges, asks the driver, and keeps the account right either way. `real` makes the call; `key` is asked after
+// it has succeeded.
+template <typename RealCall, typename Key>
+CallResult charged(Bytes size, std::uint64_t stream, const RealCall& real, const Key& key) noexcept {
+  const DeviceOrdinal device = current_device();
+  const Bytes charge = charge_for(size);
+  if (!wall().charge(device, charge, Wall::Reclaim::kAllowed)) return kOutOfMemory;
+  const CallResult result = real();
+  if (result != kSuccess) {
+    wall().refund(device, charge);
+    return result;
+  }
+  recorder().allocated(key(), {TierId::kHbm, size, static_cast<std::int16_t>(device), charge}, stream);
   return result;
+}
+
+template <typename Real, typename... Rest>
+CallResult allocate_on(std::uint64_t stream, const Call<Real>& call, DevicePointer* out, std::size_t bytes,
+                       Rest... rest) noexcept {
+  DriverCall::note_memory();
+  if (out == nullptr) return call.real(out, bytes, rest...);
+  return charged(
+      Bytes(bytes), stream, [&] { return call.real(out, bytes, rest...); }, [&] { return key_of(*out); });
+}
+
+template <typename Real, typename... Rest>
+CallResult allocate(const Call<Real>& call, DevicePointer* out, std::size_t bytes, Rest... rest) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes, rest...);
+  count(guard, CallGroup::kAllocate);
+  return allocate_on(0, call, out, bytes, rest...);
 }
 
 template <typename Real>
-CallResult allocate_pitched(Real real, void** out, std::size_t* pitch, std::size_t width,
-                            std::size_t height) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(out, pitch, width, height);
-  recorder().calling(CallGroup::kAllocate);
-  const CallResult result = real(out, pitch, width, height);
-  if (result == kSuccess)
-    recorder().allocated(key_of(*out), {TierId::kHbm, Bytes(*pitch * height)}, stream_of());
+CallResult allocate_pitched(const Call<Real>& call, DevicePointer* out, std::size_t* pitch, std::size_t width,
+                            std::size_t height, unsigned element) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, pitch, width, height, element);
+  count(guard, CallGroup::kAllocate);
+  DriverCall::note_memory();
+  if (out == nullptr) return call.real(out, pitch, width, height, element);
+  return charged(
+      pitched_bytes(width, height), 0, [&] { return call.real(out, pitch, width, height, element); },
+      [&] { return key_of(*out); });
+}
+
+template <typename Real>
+CallResult allocate_async(const Call<Real>& call, DevicePointer* out, std::size_t bytes,
+                          StreamHandle stream) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes, stream);
+  count(guard, CallGroup::kAllocate);
+  if (out != nullptr && stream_pools().allocate({stream, call.default_stream}, Bytes(bytes), out)) {
+    DriverCall::note_memory();
+    return kSuccess;
+  }
+  return allocate_on(id_of(stream), call, out, bytes, stream);
+}
+
+template <typename Real>
+CallResult allocate_from_pool(const Call<Real>& call, DevicePointer* out, std::size_t bytes, PoolHandle pool,
+                              StreamHandle stream) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes, pool, stream);
+  count(guard, CallGroup::kAllocate);
+  if (out != nullptr && stream_pools().stands_for(pool) &&
+      stream_pools().allocate({stream, call.default_stream}, Bytes(bytes), out)) {
+    DriverCall::note_memory();
+    return kSuccess;
+  }
+  return allocate_on(id_of(stream), call, out, bytes, pool, stream);
+}
+
+template <typename Real, typename... Rest>
+CallResult allocate_host(const Call<Real>& call, void** out, std::size_t bytes, Rest... rest) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes, rest...);
+  count(guard, CallGroup::kAllocate);
+  DriverCall::note_memory();
+  const CallResult result = call.real(out, bytes, rest...);
+  if (result == kSuccess) recorder().allocated(key_of(*out), {TierId::kDdr, Bytes(bytes)}, 0);
   return result;
 }
 
-template <typename Free>
-CallResult release_key(AllocationKey key, std::uint64_t stream, Free free) noexcept {
-  const auto known = recorder().freeing(key, stream);
-  const CallResult result = free();
-  if (result != kSuccess && known) recorder().not_freed(key, *known, stream);
-  if (result == kSuccess && !known && key != AllocationKey{}) recorder().freed_unknown();
-  return result;
+template <typename Real, typename What, typename... Levels>
+CallResult create_array(const Call<Real>& call, ArrayHandle* out, const What* what, Levels... levels) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, what, levels...);
+  count(guard, CallGroup::kAllocate);
+  DriverCall::note_memory();
+  if (out == nullptr || what == nullptr) return call.real(out, what, levels...);
+  return charged(
+      array_bytes(*what, levels...), 0, [&] { return call.real(out, what, levels...); },
+      [&] { return key_of(*out); });
 }
+
+// ---------------------------------------------------------------- frees
 
 template <typename Real, typename Pointer, typename... Rest>
-CallResult release(Real real, Pointer address, Rest... rest) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(address, rest...);
-  recorder().calling(CallGroup::kFree);
-  return release_key(key_of(address), stream_of(rest...), [&] { return real(address, rest...); });
+CallResult free_known(std::uint64_t stream, const Call<Real>& call, Pointer address, Rest... rest) noexcept {
+  const AllocationKey key = key_of(address);
+  DriverCall::note_memory();
+  const auto known = recorder().freeing(key, stream);
+  const CallResult result = call.real(address, rest...);
+  if (result != kSuccess && known) recorder().not_freed(key, *known, stream);
+  if (result == kSuccess && known) Recorder::freed(*known);
+  if (result == kSuccess && !known && key != AllocationKey{}) Recorder::freed_unknown();
+  return result;
 }
 
 template <typename Real>
-CallResult create_physical(Real real, PhysicalHandle* out, std::size_t bytes,
+CallResult free_now(const Call<Real>& call, DevicePointer address) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(address);
+  count(guard, CallGroup::kFree);
+  if (const auto served = stream_pools().free_now(address)) {
+    DriverCall::note_memory();
+    return *served;
+  }
+  return free_known(0, call, address);
+}
+
+template <typename Real>
+CallResult free_async(const Call<Real>& call, DevicePointer address, StreamHandle stream) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(address, stream);
+  count(guard, CallGroup::kFree);
+  if (const auto served = stream_pools().free({stream, call.default_stream}, address)) {
+    DriverCall::note_memory();
+    return *served;
+  }
+  return free_known(id_of(stream), call, address, stream);
+}
+
+template <typename Real>
+CallResult free_host(const Call<Real>& call, void* address) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(address);
+  count(guard, CallGroup::kFree);
+  return free_known(0, call, address);
+}
+
+template <typename Real>
+CallResult free_array(const Call<Real>& call, ArrayHandle array) noexcept {
+  return free_host(call, array);
+}
+
+// ---------------------------------------------------------------- physical memory
+
+template <typename Real>
+CallResult create_physical(const Call<Real>& call, PhysicalHandle* out, std::size_t bytes,
                            const AllocationProperties* properties, unsigned long long flags) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(out, bytes, properties, flags);
-  recorder().calling(CallGroup::kMap);
-  const CallResult result = real(out, bytes, properties, flags);
-  if (result == kSuccess) {
-    const bool on_device = properties->location_type == LocationType::kDevice;
-    recorder().allocated(key_of_handle(*out), {on_device ? TierId::kHbm : TierId::kDdr, Bytes(bytes)},
-                         stream_of());
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes, properties, flags);
+  count(guard, CallGroup::kMap);
+  if (out == nullptr || properties == nullptr) return call.real(out, bytes, properties, flags);
+  const bool on_device = properties->location.type == LocationType::kDevice;
+  Allocation allocation{on_device ? TierId::kHbm : TierId::kDdr, Bytes(bytes)};
+  if (on_device) {
+    allocation.device = static_cast<std::int16_t>(properties->location.id);
+    allocation.charged = Bytes(bytes);
+    if (!wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed)) return kOutOfMemory;
+  }
+  const CallResult result = call.real(out, bytes, properties, flags);
+  if (result != kSuccess) {
+    wall().refund(allocation.device, allocation.charged);
+    return result;
+  }
+  recorder().created_physical(key_of_handle(*out), allocation);
+  noting([&] { physical_ledger().created(*out, allocation); });
+  return result;
+}
+
+inline void end_physical(const Allocation& allocation) noexcept {
+  recorder().shrank(allocation.tier, allocation.size);
+  Recorder::freed(allocation);
+}
+
+template <typename Real>
+CallResult release_physical(const Call<Real>& call, PhysicalHandle handle) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(handle);
+  count(guard, CallGroup::kMap);
+  // Before the call its value is still nobody else's.
+  Recorder::releasing_physical(key_of_handle(handle));
+  const CallResult result = call.real(handle);
+  if (result != kSuccess) return result;
+  noting([&] {
+    const auto ended = physical_ledger().released(handle);
+    if (ended.freed) end_physical(*ended.freed);
+    if (ended.known == PhysicalLedger::Known::kNo) Recorder::freed_unknown();
+  });
+  return result;
+}
+
+template <typename Real>
+CallResult retain_physical(const Call<Real>& call, PhysicalHandle* out, void* address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kMap);
+  const CallResult result = call.real(out, address);
+  if (result == kSuccess && guard.outermost())
+    noting([&] { physical_ledger().retained(*out, reinterpret_cast<std::uintptr_t>(address)); });
+  return result;
+}
+
+// Another process's memory, and its charge.
+template <typename Real>
+CallResult import_physical(const Call<Real>& call, PhysicalHandle* out, void* shared, int type) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  const CallResult result = call.real(out, shared, type);
+  if (result == kSuccess && guard.outermost())
+    noting([&] { physical_ledger().created(*out, {TierId::kHbm, Bytes()}); });
+  return result;
+}
+
+template <typename Real>
+CallResult map_physical(const Call<Real>& call, DevicePointer at, std::size_t bytes, std::size_t offset,
+                        PhysicalHandle handle, unsigned long long flags) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kMap);
+  const CallResult result = call.real(at, bytes, offset, handle, flags);
+  if (result == kSuccess && guard.outermost())
+    noting([&] { physical_ledger().mapped(at, bytes, handle); });
+  return result;
+}
+
+template <typename Real>
+CallResult unmap_physical(const Call<Real>& call, DevicePointer at, std::size_t bytes) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kMap);
+  const CallResult result = call.real(at, bytes);
+  if (result == kSuccess && guard.outermost()) noting([&] { physical_ledger().unmapped(at, bytes, end_physical); });
+  return result;
+}
+
+// Memory of the process's own pool cannot be shared, as a driver's default pool can't.
+template <typename Real, typename Out>
+CallResult export_memory(const Call<Real>& call, Out* out, DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (stream_pools().holds(address)) return kInvalidValue;
+  return call.real(out, address);
+}
+
+// ---------------------------------------------------------------- what the driver says of memory
+
+template <typename Real>
+CallResult memory_info(const Call<Real>& call, std::size_t* available, std::size_t* total) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  const CallResult result = call.real(available, total);
+  if (result == kSuccess && guard.outermost() && available != nullptr && total != nullptr)
+    report_memory(current_device(), *available, *total);
+  return result;
+}
+
+template <typename Real>
+CallResult get_pool_attribute(const Call<Real>& call, PoolHandle pool, PoolAttribute attribute,
+                              void* value) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  const CallResult result = call.real(pool, attribute, value);
+  if (result == kSuccess && guard.outermost()) stream_pools().add_attribute(pool, attribute, value);
+  return result;
+}
+
+template <typename Real>
+CallResult set_pool_attribute(const Call<Real>& call, PoolHandle pool, PoolAttribute attribute,
+                              void* value) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(pool, attribute, value);
+  if (result == kSuccess && guard.outermost()) stream_pools().reset_attribute(pool, attribute);
+  return result;
+}
+
+template <typename Real>
+CallResult trim_pool(const Call<Real>& call, PoolHandle pool, std::size_t keep) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  if (guard.outermost()) stream_pools().trim(pool, Bytes(keep));
+  return call.real(pool, keep);
+}
+
+template <typename Real>
+CallResult set_pool_access(const Call<Real>& call, PoolHandle pool, const AccessDescription* who,
+                           std::size_t count_of) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(pool, who, count_of);
+  if (result == kSuccess && guard.outermost() && who != nullptr)
+    return stream_pools().set_access(pool, {who, count_of});
+  return result;
+}
+
+template <typename Real>
+CallResult set_device_pool(const Call<Real>& call, DeviceOrdinal device, PoolHandle pool) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(device, pool);
+  if (result == kSuccess && guard.outermost()) stream_pools().device_uses(device, pool);
+  return result;
+}
+
+// ---------------------------------------------------------------- streams, captures, ends
+
+template <typename Real>
+CallResult reset_device(const Call<Real>& call, DeviceOrdinal device) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(device);
+  if (result == kSuccess && guard.outermost()) {
+    stream_pools().device_reset(device);
+    recorder().forget_device(device);
+    launch_layouts().forget();
   }
   return result;
 }
 
 template <typename Real>
-CallResult release_physical(Real real, PhysicalHandle handle) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(handle);
-  recorder().calling(CallGroup::kMap);
-  return release_key(key_of_handle(handle), stream_of(), [&] { return real(handle); });
+CallResult destroy_stream(const Call<Real>& call, StreamHandle stream) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  if (guard.outermost()) stream_pools().stream_ends(stream);
+  return call.real(stream);
 }
 
 template <typename Real, typename... Rest>
-CallResult get_proc_address(Real real, const char* symbol, void** out, Rest... rest) noexcept {
-  const CallGuard guard;
-  if (!guard.outermost()) return real(symbol, out, rest...);
-  recorder().calling(CallGroup::kQuery);
-  const CallResult result = real(symbol, out, rest...);
+CallResult begin_capture(const Call<Real>& call, StreamHandle stream, Rest... rest) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  if (!guard.outermost()) return call.real(stream, rest...);
+  stream_pools().capture_begins({stream, call.default_stream});
+  const CallResult result = call.real(stream, rest...);
+  if (result != kSuccess) stream_pools().capture_ends({stream, call.default_stream});
+  return result;
+}
+
+template <typename Real>
+CallResult end_capture(const Call<Real>& call, StreamHandle stream, void** graph) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(stream, graph);
+  // Also a capture that had been broken has ended now.
+  if (guard.outermost()) stream_pools().capture_ends({stream, call.default_stream});
+  return result;
+}
+
+template <typename Real>
+CallResult unload(const Call<Real>& call, void* module) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  launch_layouts().forget();
+  return call.real(module);
+}
+
+// ---------------------------------------------------------------- launches
+
+template <typename Real>
+CallResult launch(const Call<Real>& call, FunctionHandle function, unsigned gx, unsigned gy, unsigned gz,
+                  unsigned bx, unsigned by, unsigned bz, unsigned shared, StreamHandle stream,
+                  void** parameters, auto... extra) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kLaunch);
+  if (guard.outermost()) see_launch({function, parameters, extra...});
+  return call.real(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra...);
+}
+template <typename Real>
+CallResult launch(const Call<Real>& call, const LaunchConfig* config, FunctionHandle function,
+                  void** parameters, void** extra) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kLaunch);
+  if (guard.outermost()) see_launch({function, parameters, extra});
+  return call.real(config, function, parameters, extra);
+}
+
+// ---------------------------------------------------------------- functions asked for by name
+
+template <typename Real, typename... Rest>
+CallResult get_proc_address(const Call<Real>& call, const char* symbol, void** out, int version,
+                            unsigned long long flags, Rest... rest) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(symbol, out, version, flags, rest...);
+  count(guard, CallGroup::kQuery);
+  const CallResult result = call.real(symbol, out, version, flags, rest...);
   // A missing symbol can be a success with a null answer.
   if (result != kSuccess || symbol == nullptr || out == nullptr || *out == nullptr) return result;
-  if (void* ours = interceptor_of(symbol, *out)) *out = ours;
+  if (void* ours = interceptor_for({symbol, flags}, *out)) *out = ours;
+  return result;
+}
+
+// The runtime asks the driver, and may not come by our function for it.
+inline CallResult replace_entry_point(CallResult result, const ProcQuery& query, void** out) noexcept {
+  if (result != kSuccess || query.base == nullptr || out == nullptr || *out == nullptr) return result;
+  if (is_interceptor(*out)) return result;
+  if (void* ours = interceptor_for(query, *out)) *out = ours;
+  return result;
+}
+// Without flags the function's own kind decides.
+[[nodiscard]] inline unsigned long long flags_for(DefaultStream kind, unsigned long long flags) noexcept {
+  return flags == 0 && kind == DefaultStream::kPerThread ? kAskPerThread : flags;
+}
+
+template <typename Real>
+CallResult get_entry_point(const Call<Real>& call, const char* symbol, void** out, unsigned long long flags,
+                           QueryResult* found) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(CallGroup::kQuery);
+  return replace_entry_point(call.real(symbol, out, flags, found),
+                             {symbol, flags_for(call.default_stream, flags)}, out);
+}
+template <typename Real>
+CallResult get_entry_point_by_version(const Call<Real>& call, const char* symbol, void** out,
+                                      unsigned version, unsigned long long flags,
+                                      QueryResult* found) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(CallGroup::kQuery);
+  return replace_entry_point(call.real(symbol, out, version, flags, found),
+                             {symbol, flags_for(call.default_stream, flags)}, out);
+}
+
+// ---------------------------------------------------------------- the runtime
+
+template <CallGroup Group, typename Real, typename... Arguments>
+CallResult runtime_pass(const Call<Real>& call, Arguments... arguments) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(Group);
+  return call.real(arguments...);
+}
+
+// Apart from what the driver's functions have seen; no address of a process has this bit.
+[[nodiscard]] inline AllocationKey key_of_settled(const void* address) noexcept {
+  return AllocationKey{reinterpret_cast<std::uintptr_t>(address) | (std::uint64_t{1} << 62)};
+}
+
+// An allocation that went past the driver's functions is charged late, and freed again if it does not fit.
+[[nodiscard]] CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept;
+
+template <TierId Tier, typename Real, typename... Rest>
+CallResult runtime_allocate(const Call<Real>& call, void** out, std::size_t bytes, Rest... rest) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(CallGroup::kAllocate);
+  const CallResult result = call.real(out, bytes, rest...);
+  if (result != kSuccess || !guard.outermost() || !guard.unseen_below()) return result;
+  return settle_unseen(Tier, out, Bytes(bytes));
+}
+
+template <typename Real>
+CallResult runtime_allocate_pitched(const Call<Real>& call, void** out, std::size_t* pitch, std::size_t width,
+                                    std::size_t height) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(CallGroup::kAllocate);
+  const CallResult result = call.real(out, pitch, width, height);
+  if (result != kSuccess || !guard.outermost() || !guard.unseen_below()) return result;
+  return settle_unseen(TierId::kHbm, out, Bytes(*pitch * height));
+}
+
+template <typename Real, typename... Rest>
+CallResult runtime_free(const Call<Real>& call, void* address, Rest... rest) noexcept {
+  const RuntimeCall guard;
+  if (!guard.outermost()) return call.real(address, rest...);
+  recorder().calling(CallGroup::kFree);
+  // Known here, and perhaps freed past the driver's functions: its address may be used again at once.
+  const AllocationKey key = key_of_settled(address);
+  const auto known = recorder().freeing(key, 0);
+  const CallResult result = call.real(address, rest...);
+  if (known && result == kSuccess) Recorder::freed(*known);
+  if (known && result != kSuccess) recorder().not_freed(key, *known, 0);
   return result;
 }
 

@@ -17,7 +17,7 @@
 namespace {
 
 constexpr std::size_t kKiB = 1024;
-constexpr std::size_t kTooMuch = std::size_t{2} << 30;
+constexpr std::size_t kTooMuch = std::size_t{32} << 30;  // more than a device has
 
 void say(const char* call, int result) { std::printf("%s %d\n", call, result); }
 
@@ -91,6 +91,8 @@ void failures() {
 
 void hidden_allocation() {
   void* out = nullptr;
+  say("seen", cudaMalloc(&out, kKiB));
+  say("cudaFree", cudaFree(out));
   say("hidden", loopback_hidden_alloc(&out, kKiB));
   say("cudaFree", cudaFree(out));
 }
@@ -98,6 +100,9 @@ void hidden_allocation() {
 void by_name() {
   void* found = nullptr;
   int status = -1;
+  void* context = nullptr;
+  cuDevicePrimaryCtxRetain(&context, 0);
+  cuCtxSetCurrent(context);
   say("cuMemAlloc", cuGetProcAddress_v2("cuMemAlloc", &found, 12000, 0, &status));
   Pointer address = 0;
   say("call", reinterpret_cast<int (*)(Pointer*, std::size_t)>(found)(&address, 3 * kKiB));

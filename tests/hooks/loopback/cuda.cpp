@@ -1,78 +1,186 @@
-// A libcuda.so.1 on host memory, with the error codes of the real one.
-#include <cstdint>
+// A libcuda.so.1 on host memory, with the error codes of the real one: memory, contexts and what the driver says.
+#include <algorithm>
+#include <cstdio>
 #include <cstring>
 
-#include "tests/hooks/loopback/heap.hpp"
+#include "tests/hooks/loopback/machine.hpp"
+
+using namespace terrace::loopback;
 
 namespace {
 
-using terrace::loopback::heap;
-constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
+int device_here() { return current_device < 0 ? 0 : current_device; }
 
-int give(void* address, std::uint64_t* out) {
-  if (out == nullptr) return kInvalidValue;
-  if (address == nullptr) return kOutOfMemory;
-  *out = reinterpret_cast<std::uintptr_t>(address);
+// Large blocks in pages of 2 MiB, as a driver does; small ones in 512 bytes.
+std::size_t taken_by(std::size_t bytes) {
+  const std::size_t step = bytes >= kGranularity / 2 ? kGranularity : 512;
+  return (bytes + step - 1) / step * step;
+}
+
+int give(Entry& entry, Pointer* out, std::size_t bytes, Block::Kind kind) {
+  if (entry.result() != kSuccess) return entry.result();
+  if (out == nullptr || bytes == 0) return kInvalidValue;
+  const int device = kind == Block::Kind::kHost ? -1 : device_here();
+  if (device >= 0) {
+    const std::size_t taken = taken_by(bytes);
+    if (taken > kCapacity - entry->used[device]) return kOutOfMemory;
+    entry->used[device] += taken;
+  }
+  const Pointer address = entry->next_address;
+  entry->next_address += std::max<std::size_t>(taken_by(bytes), 512);
+  entry->blocks[address] = {device, bytes, kind};
+  *out = address;
   return kSuccess;
 }
-int take(std::uint64_t address) {
+
+int take(Entry& entry, Pointer address) {
+  if (entry.result() != kSuccess) return entry.result();
   if (address == 0) return kSuccess;
-  return heap().free(reinterpret_cast<void*>(address)) ? kSuccess : kInvalidValue;
+  const auto block = entry->blocks.find(address);
+  if (block == entry->blocks.end()) return kInvalidValue;
+  if (block->second.device >= 0) entry->used[block->second.device] -= taken_by(block->second.bytes);
+  entry->blocks.erase(block);
+  return kSuccess;
 }
+
+struct Array {
+  std::size_t width, height;
+  int format;
+  unsigned channels;
+};
+struct Array3d {
+  std::size_t width, height, depth;
+  int format;
+  unsigned channels, flags;
+};
 
 }  // namespace
 
 extern "C" {
-using Pointer = unsigned long long;
 #define API __attribute__((visibility("default"))) int
-API cuMemAlloc_v2(Pointer* out, std::size_t bytes) {
-  std::uint64_t address = 0;
-  const int result =
-      give(out == nullptr ? nullptr : heap().allocate(bytes), out == nullptr ? nullptr : &address);
-  if (result == kSuccess) *out = address;
-  return result;
-}
-API cuMemAllocAsync(Pointer* out, std::size_t bytes, void*) { return cuMemAlloc_v2(out, bytes); }
-API cuMemAllocFromPoolAsync(Pointer* out, std::size_t bytes, void*, void*) {
-  return cuMemAlloc_v2(out, bytes);
-}
-API cuMemAllocManaged(Pointer* out, std::size_t bytes, unsigned) { return cuMemAlloc_v2(out, bytes); }
-API cuMemHostAlloc(void** out, std::size_t bytes, unsigned) {
-  if (out == nullptr) return kInvalidValue;
-  void* address = heap().allocate(bytes);
-  if (address == nullptr) return kOutOfMemory;
-  *out = address;
+API cuInit(unsigned) { return kSuccess; }
+API cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
+API cuDeviceGetCount(int* count) { return *count = kDevices, kSuccess; }
+API cuCtxGetCurrent(void** context) {
+  *context = current_device < 0 ? nullptr : &machine().legacy[current_device];
   return kSuccess;
 }
+API cuCtxSetCurrent(void* context) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  current_device = -1;
+  for (int i = 0; i < kDevices; ++i) {
+    if (context == &machine().legacy[i]) current_device = i;
+  }
+  return kSuccess;
+}
+API cuCtxGetDevice(int* device) {
+  if (current_device < 0) return kInvalidContext;
+  return *device = current_device, kSuccess;
+}
+API cuCtxSynchronize() {
+  const Entry entry;
+  return entry.result();
+}
+API cuDevicePrimaryCtxRetain(void** context, int device) { return *context = &machine().legacy[device], kSuccess; }
+API cuDevicePrimaryCtxReset_v2(int device) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  std::erase_if(entry->blocks, [&](const auto& each) {
+    if (each.second.device != device) return false;
+    entry->used[device] -= taken_by(each.second.bytes);
+    return true;
+  });
+  return kSuccess;
+}
+API cuDeviceTotalMem_v2(std::size_t* total, int) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  return *total = kCapacity, kSuccess;
+}
+API cuDeviceGetPCIBusId(char* text, int size, int device) {
+  std::snprintf(text, static_cast<std::size_t>(size), "0000:1B:0%d.0", device);
+  return kSuccess;
+}
+API cuMemGetInfo_v2(std::size_t* available, std::size_t* total) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  if (current_device < 0) return kInvalidContext;
+  *available = kCapacity - entry->used[current_device];
+  *total = kCapacity;
+  return kSuccess;
+}
+
+API cuMemAlloc_v2(Pointer* out, std::size_t bytes) {
+  Entry entry;
+  if (entry->captures > 0 && capture_mode != 2) return kCaptureUnsupported;
+  return give(entry, out, bytes, Block::Kind::kPlain);
+}
+API cuMemAllocManaged(Pointer* out, std::size_t bytes, unsigned) {
+  Entry entry;
+  return give(entry, out, bytes, Block::Kind::kPlain);
+}
+API cuMemAllocPitch_v2(Pointer* out, std::size_t* pitch, std::size_t width, std::size_t height, unsigned) {
+  Entry entry;
+  if (pitch == nullptr) return kInvalidValue;
+  *pitch = (width + 511) / 512 * 512;
+  return give(entry, out, *pitch * height, Block::Kind::kPlain);
+}
+API cuMemHostAlloc(void** out, std::size_t bytes, unsigned) {
+  Entry entry;
+  if (out == nullptr) return kInvalidValue;
+  if (bytes > (std::size_t{1} << 30)) return kOutOfMemory;
+  Pointer address = 0;
+  const int result = give(entry, &address, bytes, Block::Kind::kHost);
+  if (result == kSuccess) *out = reinterpret_cast<void*>(address);
+  return result == kInvalidValue ? kOutOfMemory : result;
+}
 API cuMemAllocHost_v2(void** out, std::size_t bytes) { return cuMemHostAlloc(out, bytes, 0); }
-API cuMemFree_v2(Pointer address) { return take(address); }
-API cuMemFreeAsync(Pointer address, void*) { return take(address); }
-API cuMemFreeHost(void* address) { return take(reinterpret_cast<std::uintptr_t>(address)); }
-API cuMemCreate(Pointer* handle, std::size_t bytes, const void* properties, unsigned long long) {
-  return properties == nullptr ? kInvalidValue : cuMemAlloc_v2(handle, bytes);
+API cuMemFree_v2(Pointer address) {
+  Entry entry;
+  return take(entry, address);
 }
-API cuMemRelease(Pointer handle) { return handle == 0 ? kInvalidValue : take(handle); }
-// Allocates behind everybody's back, as code that is linked statically does.
-API loopback_hidden_alloc(void** out, std::size_t bytes) {
-  *out = heap().allocate(bytes);
-  return *out == nullptr ? kOutOfMemory : kSuccess;
+API cuMemFreeHost(void* address) {
+  Entry entry;
+  return take(entry, reinterpret_cast<std::uintptr_t>(address));
 }
+API cuArrayCreate_v2(void** out, const Array* what) {
+  Entry entry;
+  Pointer at = 0;
+  const int result = give(entry, &at, what->width * std::max<std::size_t>(what->height, 1) * what->channels * 4,
+                          Block::Kind::kArray);
+  if (result == kSuccess) *out = reinterpret_cast<void*>(at);
+  return result;
+}
+API cuArray3DCreate_v2(void** out, const Array3d* what) {
+  const Array flat{what->width, std::max<std::size_t>(what->height, 1) * std::max<std::size_t>(what->depth, 1),
+                   what->format, what->channels};
+  return cuArrayCreate_v2(out, &flat);
+}
+API cuMipmappedArrayCreate(void** out, const Array3d* what, unsigned) { return cuArray3DCreate_v2(out, what); }
+API cuArrayDestroy(void* array) { return cuMemFreeHost(array); }
+API cuMipmappedArrayDestroy(void* array) { return cuMemFreeHost(array); }
+
 // The variant of another version: same name when asked for, never to be replaced.
 API cuMemAlloc(unsigned* out, unsigned bytes) {
   *out = bytes;
   return kSuccess;
 }
-API cuGetProcAddress_v2(const char* symbol, void** out, int version, unsigned long long, int* found) {
-  if (symbol == nullptr || out == nullptr) return kInvalidValue;
-  *out = nullptr;
-  if (std::strcmp(symbol, "cuMemAlloc") == 0)
-    *out = version >= 3020 ? reinterpret_cast<void*>(&cuMemAlloc_v2) : reinterpret_cast<void*>(&cuMemAlloc);
-  if (std::strcmp(symbol, "cuMemFree") == 0) *out = reinterpret_cast<void*>(&cuMemFree_v2);
-  if (found != nullptr) *found = *out == nullptr ? 1 : 0;
-  return *out == nullptr ? kNotFound : kSuccess;
+
+// Allocates behind everybody's back, as a runtime that has its own way into the driver.
+API loopback_hidden_alloc(void** out, std::size_t bytes) {
+  Entry entry;
+  Pointer address = 0;
+  const int result = give(entry, &address, bytes, Block::Kind::kPlain);
+  if (result == kSuccess) *out = reinterpret_cast<void*>(address);
+  return result;
 }
-API cuGetProcAddress(const char* symbol, void** out, int version, unsigned long long flags) {
-  return cuGetProcAddress_v2(symbol, out, version, flags, nullptr);
+API loopback_hidden_free(void* address) { return cuMemFreeHost(address); }
+// What a test asks.
+__attribute__((visibility("default"))) std::size_t loopback_used(int device) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().used[device];
 }
+__attribute__((visibility("default"))) long loopback_calls() { return machine().calls; }
 #undef API
 }

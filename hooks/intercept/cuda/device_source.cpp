@@ -1,0 +1,50 @@
+// What the wall asks of CUDA, and what goes past its driver's functions.
+#include "hooks/intercept/cuda/handlers.hpp"
+
+namespace terrace::hooks::cuda {
+namespace {
+
+std::optional<DeviceFacts> facts_of(int device) noexcept try {
+  const DriverCalls* driver = driver_calls();
+  if (driver == nullptr) return std::nullopt;
+  std::size_t total = 0, free = 0;
+  if (driver->device_total(&total, device) != kSuccess) return std::nullopt;
+  DeviceFacts facts{"cuda:" + std::to_string(device), Bytes(total), std::nullopt};
+  char pci[32] = "";
+  if (driver->device_pci(pci, sizeof pci - 1, device) == kSuccess) {
+    for (char& c : pci) c = c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c;
+    facts.name = pci;
+  }
+  const RelaxedCapture relaxed(*driver);
+  if (current_device() == device && driver->memory_info(&free, &total) == kSuccess) facts.free = Bytes(free);
+  return facts;
+} catch (...) {
+  return std::nullopt;
+}
+
+Bytes reclaim_on(int device) noexcept { return stream_pools().trim(DeviceOrdinal{device}); }
+
+[[gnu::constructor]] void give_the_wall_its_source() { wall().set_source({facts_of, reclaim_on}); }
+
+void free_by_runtime(Symbol symbol, void* address) noexcept {
+  if (void* real = real_function(symbol)) (void)reinterpret_cast<CallResult (*)(void*)>(real)(address);
+}
+
+}  // namespace
+
+CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept {
+  if (out == nullptr) return kSuccess;
+  Allocation allocation{tier, size};
+  if (tier == TierId::kHbm) {
+    allocation.device = static_cast<std::int16_t>(current_device());
+    allocation.charged = charge_for(size);
+    if (!wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed)) {
+      free_by_runtime(Symbol::cudaFree, *out);
+      return kOutOfMemory;
+    }
+  }
+  recorder().allocated(key_of_settled(*out), allocation, 0);
+  return kSuccess;
+}
+
+}  // namespace terrace::hooks::cuda

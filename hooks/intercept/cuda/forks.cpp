@@ -1,0 +1,19 @@
+#include "hooks/intercept/cuda/forks.hpp"
+
+#include <pthread.h>
+
+#include "hooks/intercept/cuda/launch_view.hpp"
+#include "hooks/intercept/cuda/physical_ledger.hpp"
+#include "hooks/intercept/cuda/stream_pools.hpp"
+
+namespace terrace::hooks::cuda {
+
+void watch_forks() noexcept {
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    stream_pools().start_again_in_child();
+    physical_ledger().start_again_in_child();
+    launch_layouts().forget();
+  });
+}
+
+}  // namespace terrace::hooks::cuda

@@ -1,0 +1,79 @@
+#include "hooks/intercept/cuda/launch_view.hpp"
+
+#include <new>
+
+#include "hooks/intercept/cuda/driver_calls.hpp"
+#include "hooks/intercept/cuda/stream_pools.hpp"
+#include "runtime/metrics.hpp"
+
+namespace terrace::hooks::cuda {
+namespace {
+
+constinit ParameterLayouts the_layouts;
+
+ParameterLayouts::Layout* make_layout(std::span<const Parameter> parameters) {
+  using Layout = ParameterLayouts::Layout;
+  const std::size_t more = parameters.size() <= 1 ? 0 : parameters.size() - 1;
+  void* place = ::operator new(sizeof(Layout) + more * sizeof(Parameter), std::nothrow);
+  if (place == nullptr) return nullptr;
+  auto* layout = new (place) Layout;
+  layout->count = static_cast<std::uint32_t>(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) new (layout->parameters + i) Parameter(parameters[i]);
+  return layout;
+}
+
+}  // namespace
+
+ParameterLayouts& launch_layouts() noexcept { return the_layouts; }
+
+const ParameterLayouts::Layout* ParameterLayouts::learn(FunctionHandle function) noexcept {
+  const std::uint64_t generation = generation_.load(std::memory_order_relaxed);
+  const DriverCalls* driver = driver_calls();
+  std::array<Parameter, kMostParameters> parameters;
+  std::size_t count = 0;
+  bool opaque = driver == nullptr || driver->parameter_info == nullptr;
+  for (; !opaque && count < kMostParameters; ++count) {
+    std::size_t offset = 0, bytes = 0;
+    const CallResult result = driver->parameter_info(function, count, &offset, &bytes);
+    // One past the last is an invalid value; any other answer is about the function.
+    if (result == kInvalidValue) break;
+    opaque = result != kSuccess;
+    parameters[count] = {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(bytes)};
+  }
+  if (opaque || count == kMostParameters) count = 0, opaque = true;
+  Layout* layout = make_layout({parameters.data(), count});
+  if (layout == nullptr) return nullptr;
+  layout->function = function;
+  layout->generation = generation;
+  layout->opaque = opaque;
+  // A place of an older generation is taken over; its layout stays where a reader may still look.
+  std::size_t at = home_of(function);
+  for (std::size_t probes = 0; probes < kMostProbes; ++probes, at = (at + 1) & (kSlots - 1)) {
+    const Layout* there = slots_[at].load(std::memory_order_acquire);
+    if (there != nullptr && there->generation == generation) {
+      if (there->function == function) break;  // another thread was first
+      continue;
+    }
+    if (slots_[at].compare_exchange_strong(there, layout, std::memory_order_acq_rel)) return layout;
+    if (there->function == function && there->generation == generation) break;
+  }
+  const Layout* found = slots_[at].load(std::memory_order_acquire);
+  ::operator delete(layout);
+  return found != nullptr && found->function == function && found->generation == generation ? found : nullptr;
+}
+
+void see_launch(const Launch& launch) noexcept {
+  const StreamPools& pools = stream_pools();
+  if (!pools.any()) return;
+  std::uint64_t blocks = 0;
+  const Readable readable = each_parameter_word(
+      launch, the_layouts, [&](std::uint64_t word) { blocks += pools.find(word).has_value() ? 1 : 0; });
+  if (readable == Readable::kYes) {
+    metrics().add<Metric::kLaunches>(1);
+    metrics().add<Metric::kLaunchBlocks>(blocks);
+  } else {
+    metrics().add<Metric::kOpaqueLaunches>(1);
+  }
+}
+
+}  // namespace terrace::hooks::cuda

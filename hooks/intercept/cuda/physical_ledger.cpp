@@ -1,0 +1,72 @@
+#include "hooks/intercept/cuda/physical_ledger.hpp"
+
+#include <new>
+
+#include "hooks/intercept/cuda/forks.hpp"
+
+namespace terrace::hooks::cuda {
+
+PhysicalLedger& physical_ledger() noexcept {
+  alignas(PhysicalLedger) static std::byte place[sizeof(PhysicalLedger)];
+  static PhysicalLedger& ledger = *[]() noexcept {
+    watch_forks();
+    return new (place) PhysicalLedger;
+  }();
+  return ledger;
+}
+
+void PhysicalLedger::created(PhysicalHandle handle, const Allocation& allocation) {
+  const std::lock_guard lock(mutex_);
+  const Id id = ++last_id_;
+  memories_[id] = {allocation, 1, 0};
+  handles_[handle] = id;
+}
+
+void PhysicalLedger::retained(PhysicalHandle handle, DevicePointer address) {
+  const std::lock_guard lock(mutex_);
+  auto mapping = mappings_.upper_bound(address);
+  if (mapping == mappings_.begin()) return;
+  --mapping;
+  if (address - mapping->first >= mapping->second.bytes) return;
+  ++memories_[mapping->second.memory].references;
+  handles_[handle] = mapping->second.memory;
+}
+
+void PhysicalLedger::mapped(DevicePointer at, std::size_t bytes, PhysicalHandle handle) {
+  const std::lock_guard lock(mutex_);
+  const auto known = handles_.find(handle);
+  if (known == handles_.end()) return;
+  ++memories_[known->second].mappings;
+  mappings_[at] = {known->second, bytes};
+}
+
+std::optional<Allocation> PhysicalLedger::end_if_unheld(Id id) {
+  const auto found = memories_.find(id);
+  if (found == memories_.end() || found->second.references > 0 || found->second.mappings > 0)
+    return std::nullopt;
+  const Allocation ended = found->second.allocation;
+  memories_.erase(found);
+  return ended;
+}
+
+PhysicalLedger::Ended PhysicalLedger::released(PhysicalHandle handle) {
+  const std::lock_guard lock(mutex_);
+  const auto known = handles_.find(handle);
+  if (known == handles_.end()) return {};
+  const Id id = known->second;
+  // The value may name other memory once its last reference is gone, though a mapping keeps this one.
+  if (--memories_[id].references == 0) handles_.erase(known);
+  return {Known::kYes, end_if_unheld(id)};
+}
+
+std::optional<Allocation> PhysicalLedger::drop_mapping(Id id) {
+  const auto found = memories_.find(id);
+  if (found == memories_.end()) return std::nullopt;
+  --found->second.mappings;
+  return end_if_unheld(id);
+}
+
+// What the parent holds is not the child's; its lock may be held by a thread that does not exist here.
+void PhysicalLedger::start_again_in_child() { new (this) PhysicalLedger; }
+
+}  // namespace terrace::hooks::cuda

@@ -1,0 +1,217 @@
+#include "hooks/intercept/wall.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <new>
+
+#include "hooks/intercept/hook_settings.hpp"
+#include "hooks/intercept/notice.hpp"
+#include "runtime/metrics.hpp"
+
+namespace terrace::hooks {
+namespace {
+
+constinit Wall the_wall;
+
+// A guest waits no longer for a daemon that doesn't answer.
+constexpr std::chrono::milliseconds kPatience{2000};
+// What a lease grows by at least: a share of the budget, so that a job asks the daemon seldom.
+constexpr std::uint64_t kStepShare = 64;
+
+class ErrnoKept {
+ public:
+  ErrnoKept() noexcept : kept_(errno) {}
+  ~ErrnoKept() { errno = kept_; }
+  ErrnoKept(const ErrnoKept&) = delete;
+  ErrnoKept& operator=(const ErrnoKept&) = delete;
+
+ private:
+  int kept_;
+};
+
+}  // namespace
+
+Wall& wall() noexcept { return the_wall; }
+
+bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
+  if (device < 0 || device >= kMostDevices) return true;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const std::uint64_t now = account.charged.fetch_add(bytes.count()) + bytes.count();
+  if (now <= account.limit.load()) return true;
+  account.charged.fetch_sub(bytes.count());
+  const ErrnoKept kept;
+  try {
+    if (grow(account, device, bytes)) return true;
+    if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device) > 0_B &&
+        grow(account, device, bytes))
+      return true;
+    refused(account, bytes);
+    return false;
+  } catch (...) {  // no memory for our own notes: the driver decides
+    account.charged.fetch_add(bytes.count());
+    return true;
+  }
+}
+
+bool Wall::grow(Account& account, int device, Bytes bytes) {
+  const std::lock_guard lock(account.mutex);
+  if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
+  if (account.unknown) {
+    account.charged.fetch_add(bytes.count());
+    return true;
+  }
+  Lease& lease = *account.lease;
+  measure_context(account, device);
+  publish(account);
+  const Bytes needed = Bytes(account.charged.load()) + lease.context + bytes;
+  // No device has so much: the driver says so itself.
+  const bool absurd = bytes > lease.total;
+  if (!absurd && needed > lease.lease) {
+    if (needed > lease.budget) return false;
+    const Bytes step = round_up(std::max(needed - lease.lease, lease.budget / kStepShare), 1_MiB);
+    lease.lease += obtain(lease, std::min(step, lease.budget - lease.lease));
+    publish(account);
+  }
+  const std::uint64_t now = account.charged.fetch_add(bytes.count()) + bytes.count();
+  if (absurd || now <= account.limit.load()) return true;
+  account.charged.fetch_sub(bytes.count());
+  return false;
+}
+
+// What the daemon grants of `wanted`. Without one the policy alone decides.
+Bytes Wall::obtain(Lease& lease, Bytes wanted) {
+  if (lease.link == nullptr) return wanted;
+  const auto granted = lease.link->request(TierId::kHbm, wanted);
+  return granted ? *granted : wanted;
+}
+
+bool Wall::open(Account& account, int device) {
+  if (source_.facts == nullptr) return false;
+  auto facts = source_.facts(device);
+  if (!facts) return false;
+  const Bytes budget = hbm_limit(hook_settings(), facts->total);
+  if (budget == 0_B) {
+    say_once(Notice::kNoBudget, "hbm.reserve leaves nothing of the device's " + format_bytes(facts->total) +
+                                    ": its memory is not limited; give hbm.budget as a size");
+    return false;
+  }
+  auto lease = std::make_unique<Lease>();
+  lease->device = std::move(facts->name);
+  lease->total = facts->total;
+  lease->budget = budget;
+  account.lease = lease.release();
+  join_daemon(account, *account.lease);
+  metrics().add<Metric::kBudgetBytes>(TierId::kHbm, budget);
+  return true;
+}
+
+void Wall::join_daemon(Account& account, Lease& lease) {
+  DaemonLink::Options options = DaemonLink::options_from_environment();
+  if (options.socket.empty()) return;
+  auto page = SharedPage::create(options.job);
+  if (!page) return;  // counting goes on in the private page
+  lease.page = *std::move(page);
+  options.page_fd = lease.page->fd();
+  options.device = lease.device;
+  options.capacity = lease.total;
+  options.patience = kPatience;
+  options.holdings = [&account] {
+    DaemonLink::Holdings held{};
+    held[static_cast<std::size_t>(TierId::kHbm)] = Bytes(account.charged.load());
+    return held;
+  };
+  auto link = DaemonLink::start(std::move(options));
+  if (!link) return;
+  lease.link = *std::move(link);
+  // The counts of a process are in the page of its first device.
+  if (!page_attached_.exchange(true)) attach_metrics(lease.page->metrics());
+}
+
+void Wall::measure_context(Account& account, int device) {
+  const auto facts = source_.facts(device);
+  if (!facts || !facts->free) return;
+  const Bytes others = saturating_sub(saturating_sub(facts->total, *facts->free), Bytes(account.charged.load()));
+  account.lease->context = std::min(others, kMostContextBytes);
+}
+
+void Wall::publish(Account& account) {
+  account.limit.store(saturating_sub(account.lease->lease, account.lease->context).count());
+}
+
+void Wall::refused(const Account& account, Bytes bytes) noexcept {
+  metrics().add<Metric::kRefusedAllocations>(1);
+  metrics().add<Metric::kRefusedBytes>(bytes);
+  const Bytes held(account.charged.load());
+  const Lease& lease = *account.lease;
+  std::string line = format_bytes(bytes) + " of HBM refused: " + format_bytes(held) + " of " +
+                     format_bytes(lease.budget) + " are in use";
+  if (lease.lease < lease.budget && held + bytes + lease.context <= lease.budget)
+    line += ", and the daemon has no more to lease: `terrace status` lists who holds it";
+  else
+    line += ", and " + format_bytes(lease.context) + " by the driver; a larger hbm.budget leaves more room";
+  say_once(Notice::kRefused, line);
+}
+
+void Wall::refund(int device, Bytes bytes) noexcept {
+  if (device < 0 || device >= kMostDevices) return;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const std::uint64_t now = account.charged.fetch_sub(bytes.count()) - bytes.count();
+  // Most of the lease unused: others may have it.
+  if (now < account.limit.load(std::memory_order_relaxed) / 2) give_back_excess(account);
+}
+
+void Wall::give_back_excess(Account& account) noexcept {
+  const ErrnoKept kept;
+  const std::unique_lock lock(account.mutex, std::try_to_lock);
+  if (!lock || account.lease == nullptr || account.lease->link == nullptr) return;
+  Lease& lease = *account.lease;
+  const Bytes step = std::max(lease.budget / kStepShare, 1_MiB);
+  const Bytes kept_for_use = Bytes(account.charged.load()) + lease.context + step * 2;
+  if (lease.lease < kept_for_use + step) return;
+  const Bytes before = lease.lease;
+  lease.lease = kept_for_use;
+  publish(account);
+  // A charge that has come in between has seen the old limit, or is seen here.
+  if (Bytes(account.charged.load()) + lease.context > lease.lease) {
+    lease.lease = before;
+    publish(account);
+    return;
+  }
+  try {
+    lease.link->release(TierId::kHbm, before - lease.lease);
+  } catch (...) {  // the daemon hears of it with the next one
+  }
+}
+
+void Wall::forget(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return;
+  accounts_[static_cast<std::size_t>(device)].charged.store(0);
+}
+
+std::optional<Bytes> Wall::room(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return std::nullopt;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  try {
+    const ErrnoKept kept;
+    const std::lock_guard lock(account.mutex);
+    if (account.lease == nullptr) return std::nullopt;
+    return saturating_sub(account.lease->budget, Bytes(account.charged.load()) + account.lease->context);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+Bytes Wall::charged(int device) const noexcept {
+  return device < 0 || device >= kMostDevices
+             ? 0_B
+             : Bytes(accounts_[static_cast<std::size_t>(device)].charged.load());
+}
+
+// The parent's lease stays its own; what held its locks does not exist here.
+void Wall::start_again_in_child() noexcept {
+  for (Account& account : accounts_) new (&account) Account;
+  page_attached_.store(false);
+}
+
+}  // namespace terrace::hooks

@@ -1,0 +1,93 @@
+// The wall: every byte of device memory in this process is charged to its lease before the driver is asked,
+// and what does not fit is refused.
+//
+// A process has one account for each device it allocates on, opened by the first charge: there the budget
+// comes from the policy, and the lease, which grows with what is charged, from the daemon. Without a daemon
+// the budget is the lease. The context's own bytes, as far as the driver tells them apart, take room too.
+//
+// A charge within the lease is an addition and a comparison. Nothing here throws or changes errno. A forked
+// child starts from nothing.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "runtime/daemon_link.hpp"
+#include "runtime/shared_page.hpp"
+#include "runtime/units.hpp"
+
+namespace terrace::hooks {
+
+// What a device says of itself.
+struct DeviceFacts {
+  std::string name;  // its PCI address, or what else tells it from others
+  Bytes total;
+  std::optional<Bytes> free;  // none: cannot be asked here
+};
+
+// The vendor's side of the wall. Both may be called from any thread that allocates.
+struct DeviceSource {
+  std::optional<DeviceFacts> (*facts)(int device) noexcept = nullptr;
+  Bytes (*reclaim)(int device) noexcept = nullptr;  // gives back what is held and unused
+};
+
+class Wall {
+ public:
+  static constexpr int kMostDevices = 64;
+  // What the driver and the kernels that it loads take of a device for one process, at most. Where other
+  // processes use the device too, the driver's figure for free memory has theirs in it.
+  static constexpr Bytes kMostContextBytes = 1_GiB;
+  enum class Reclaim : std::uint8_t { kAllowed, kNot };
+
+  constexpr Wall() = default;
+
+  // False: refused, counted, and said once. True for devices that cannot be told (their bytes pass).
+  [[nodiscard]] bool charge(int device, Bytes bytes, Reclaim reclaim) noexcept;
+  void refund(int device, Bytes bytes) noexcept;
+  // All that was charged is gone: the device was reset.
+  void forget(int device) noexcept;
+
+  // What is left of the budget, whatever is leased of it yet; nothing where no account is open.
+  [[nodiscard]] std::optional<Bytes> room(int device) noexcept;
+  [[nodiscard]] Bytes charged(int device) const noexcept;
+
+  void set_source(const DeviceSource& source) noexcept { source_ = source; }
+  void start_again_in_child() noexcept;
+
+ private:
+  struct Lease {
+    std::string device;
+    Bytes total, budget, lease, context;
+    std::unique_ptr<SharedPage> page;
+    std::unique_ptr<DaemonLink> link;
+  };
+  struct Account {
+    std::atomic<std::uint64_t> charged{0};
+    std::atomic<std::uint64_t> limit{0};  // what the lease leaves for charges
+    std::mutex mutex;                     // the next two
+    Lease* lease = nullptr;               // never destroyed: calls come while static objects go
+    bool unknown = false;                 // nobody can tell about this device: its bytes pass
+  };
+  [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
+  [[nodiscard]] bool open(Account& account, int device);
+  void join_daemon(Account& account, Lease& lease);
+  void measure_context(Account& account, int device);
+  [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
+  static void publish(Account& account);
+  void give_back_excess(Account& account) noexcept;
+  static void refused(const Account& account, Bytes bytes) noexcept;
+
+  std::array<Account, kMostDevices> accounts_{};
+  DeviceSource source_{};
+  std::atomic<bool> page_attached_{false};
+};
+
+// The one of this process; never destroyed.
+[[nodiscard]] Wall& wall() noexcept;
+
+}  // namespace terrace::hooks

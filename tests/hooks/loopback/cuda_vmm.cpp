@@ -1,0 +1,155 @@
+// The loopback driver's physical memory, and sharing between processes.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "tests/hooks/loopback/machine.hpp"
+
+using namespace terrace::loopback;
+
+namespace {
+
+struct Properties {
+  int type, handle_types, location, id;
+};
+struct Access {
+  int location, id, flags;
+};
+struct IpcHandle {
+  char opaque[64];
+};
+
+void end_if_unheld(Entry& entry, Pointer handle) {
+  const auto found = entry->handles.find(handle);
+  if (found == entry->handles.end() || found->second.references > 0 || found->second.mappings > 0) return;
+  if (found->second.device >= 0 && !found->second.imported)
+    entry->used[found->second.device] -= found->second.bytes;
+  entry->handles.erase(found);
+}
+
+}  // namespace
+
+extern "C" {
+#define API __attribute__((visibility("default"))) int
+API cuMemGetAllocationGranularity(std::size_t* granularity, const Properties*, int) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  return *granularity = kGranularity, kSuccess;
+}
+API cuMemAddressReserve(Pointer* out, std::size_t bytes, std::size_t, Pointer, unsigned long long) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return kOutOfMemory;
+  *out = reinterpret_cast<std::uintptr_t>(at);
+  entry->ranges[*out] = bytes;
+  return kSuccess;
+}
+API cuMemAddressFree(Pointer at, std::size_t bytes) {
+  const Entry entry;
+  if (entry->ranges.erase(at) == 0) return kInvalidValue;
+  munmap(reinterpret_cast<void*>(at), bytes);
+  return kSuccess;
+}
+API cuMemCreate(Pointer* out, std::size_t bytes, const Properties* properties, unsigned long long) {
+  const Entry entry;
+  if (entry->captures > 0 && capture_mode != 2) return kCaptureUnsupported;
+  if (entry.result() != kSuccess) return entry.result();
+  if (properties == nullptr || out == nullptr || bytes == 0) return kInvalidValue;
+  Physical made;
+  made.bytes = bytes;
+  if (properties->location == 1) {
+    made.device = properties->id;
+    if (bytes > kCapacity - entry->used[made.device]) return kOutOfMemory;
+    entry->used[made.device] += bytes;
+  }
+  *out = ++entry->next_handle;
+  entry->handles[*out] = made;
+  return kSuccess;
+}
+API cuMemRelease(Pointer handle) {
+  Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  const auto found = entry->handles.find(handle);
+  if (found == entry->handles.end() || found->second.references == 0) return kInvalidValue;
+  --found->second.references;
+  end_if_unheld(entry, handle);
+  return kSuccess;
+}
+API cuMemMap(Pointer at, std::size_t, std::size_t, Pointer handle, unsigned long long) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  const auto found = entry->handles.find(handle);
+  if (found == entry->handles.end() || entry->mappings.count(at) != 0) return kInvalidValue;
+  ++found->second.mappings;
+  entry->mappings[at] = handle;
+  return kSuccess;
+}
+API cuMemUnmap(Pointer at, std::size_t bytes) {
+  Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  auto it = entry->mappings.lower_bound(at);
+  if (it == entry->mappings.end() || it->first != at) return kInvalidValue;
+  while (it != entry->mappings.end() && it->first < at + bytes) {
+    const Pointer handle = it->second;
+    --entry->handles[handle].mappings;
+    entry->access.erase(it->first);
+    it = entry->mappings.erase(it);
+    end_if_unheld(entry, handle);
+  }
+  return kSuccess;
+}
+API cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t count) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  auto it = entry->mappings.lower_bound(at);
+  if (it == entry->mappings.end()) return kInvalidValue;
+  for (; it != entry->mappings.end() && it->first < at + bytes; ++it) {
+    for (std::size_t i = 0; i < count; ++i) entry->access[it->first].push_back(who[i].id);
+  }
+  return kSuccess;
+}
+API cuMemRetainAllocationHandle(Pointer* out, void* address) {
+  const Entry entry;
+  auto it = entry->mappings.upper_bound(reinterpret_cast<std::uintptr_t>(address));
+  if (it == entry->mappings.begin()) return kInvalidValue;
+  --it;
+  ++entry->handles[it->second].references;
+  return *out = it->second, kSuccess;
+}
+API cuMemImportFromShareableHandle(Pointer* out, void*, int) {
+  const Entry entry;
+  Physical made{0, kGranularity};
+  made.imported = true;
+  *out = ++entry->next_handle;
+  entry->handles[*out] = made;
+  return kSuccess;
+}
+
+API cuIpcGetMemHandle(IpcHandle* out, Pointer address) {
+  const Entry entry;
+  const auto block = entry->blocks.find(address);
+  // Memory that is mapped, or of a pool, has no such handle.
+  if (block == entry->blocks.end() || block->second.kind != Block::Kind::kPlain) return kInvalidValue;
+  std::memcpy(out->opaque, &address, sizeof address);
+  return kSuccess;
+}
+API cuIpcOpenMemHandle_v2(Pointer* out, IpcHandle handle, unsigned) {
+  std::memcpy(out, handle.opaque, sizeof *out);
+  *out += std::uint64_t{1} << 44;  // another process's, at an address of its own
+  return kSuccess;
+}
+API cuIpcCloseMemHandle(Pointer) { return kSuccess; }
+
+// The devices that may reach the mapping around an address, as bits.
+API loopback_access(Pointer address) {
+  const Entry entry;
+  auto it = entry->mappings.upper_bound(address);
+  if (it == entry->mappings.begin()) return 0;
+  int bits = 0;
+  for (const int device : entry->access[std::prev(it)->first]) bits |= 1 << device;
+  return bits;
+}
+#undef API
+}
