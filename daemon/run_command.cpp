@@ -9,6 +9,7 @@
 
 #include "daemon/child_run.hpp"
 #include "daemon/daemon_start.hpp"
+#include "daemon/hook_environment.hpp"
 #include "daemon/python_start.hpp"
 #include "daemon/record_target.hpp"
 #include "daemon/socket_path.hpp"
@@ -43,10 +44,12 @@ fs::path preload_library(const fs::path& programs) {
 }
 
 ChildRun child_of(const RunOptions& options, const std::string& socket, std::uint64_t run,
-                  const fs::path& programs) {
+                  const fs::path& programs, Environment environment) {
   ChildRun child;
   child.command = options.command;
-  child.environment = {{"TERRACE_SOCKET", socket}, {"TERRACE_RUN", hex(run)}};
+  child.environment = std::move(environment);
+  child.environment.emplace_back("TERRACE_SOCKET", socket);
+  child.environment.emplace_back("TERRACE_RUN", hex(run));
   const std::string name =
       options.job.empty() ? fs::path(options.command[0]).filename().string() : options.job;
   child.environment.emplace_back("TERRACE_JOB", clean_job_name(name));
@@ -93,6 +96,22 @@ Result<std::string> socket_for(const std::string& given, const Policy& policy) {
   return choose_socket(policy.daemon.socket);
 }
 
+namespace {
+
+// What the preload library did; nothing where it did nothing.
+template <typename Number>
+std::string hook_report(const Number& number) {
+  const std::uint64_t passed = number("passthrough_calls"), refused = number("refused_allocations");
+  if (passed == 0 && refused == 0) return {};
+  std::string text = "terrace: passed " + std::to_string(passed) + " calls through, refused " +
+                     std::to_string(refused) + " allocations";
+  if (refused > 0) text += " of " + format_bytes(Bytes(number("refused_bytes"))) + " together";
+  const std::uint64_t unknown = number("unknown_frees");
+  return text + (unknown > 0 ? "; " + std::to_string(unknown) + " frees of memory not seen before\n" : "\n");
+}
+
+}  // namespace
+
 std::string memory_report(const std::string& status_json) {
   const auto json = nlohmann::json::parse(status_json, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object() || !json.contains("run")) return {};
@@ -109,7 +128,7 @@ std::string memory_report(const std::string& status_json) {
          "; moved " + bytes("transfer_bytes") + "\n" + "terrace: cache " +
          std::to_string(number("cache_hits")) + " hits, " + std::to_string(number("cache_misses")) +
          " misses, " + std::to_string(number("cache_late")) + " late; stalled " + stalls + " in " +
-         std::to_string(number("steps")) + " steps\n";
+         std::to_string(number("steps")) + " steps\n" + hook_report(number);
 }
 
 int run_command(const RunOptions& options, const fs::path& programs) {
@@ -123,6 +142,12 @@ int run_command(const RunOptions& options, const fs::path& programs) {
       std::fprintf(stderr, "terrace: %s\n", ready.error().text.c_str());
       return 2;
     }
+  }
+  const auto allocator = guest_allocator_named(options.allocator);
+  auto environment = allocator ? hook_environment(*policy, *allocator) : Result<Environment>(allocator.error());
+  if (!environment) {
+    std::fprintf(stderr, "terrace: %s\n", environment.error().text.c_str());
+    return 2;
   }
   std::error_code error;
   DaemonStart start;
@@ -142,7 +167,8 @@ int run_command(const RunOptions& options, const fs::path& programs) {
   std::fputs(isolated_python_notice(options.command, programs).c_str(), stderr);
   const std::uint64_t run = new_run();
   // An empty socket in the environment says that there is none, so that nobody complains a second time.
-  const int code = run_child(child_of(options, observer ? start.socket : "", run, programs));
+  const int code =
+      run_child(child_of(options, observer ? start.socket : "", run, programs, *std::move(environment)));
   if (observer) {
     const auto status = status_at_end(observer, start.socket, run);
     if (status) std::fputs(memory_report(*status).c_str(), stderr);

@@ -15,11 +15,12 @@ struct RunOptions {
   std::string listen;       // of a daemon that is started; empty: the policy's
   std::string job;          // empty: the command's name
   std::string record;       // the trace to write; empty: none
+  std::string allocator;    // "native", "terrace"; empty: native
   std::vector<std::string> command;
 };
 
-// Returns the exit code for the shell: the command's own (daemon/child_run.hpp), or 2 for a refused policy
-// or a trace that can't be written. Writes nothing on stdout. A command that never registered with the daemon
+// Returns the exit code for the shell: the command's own (daemon/child_run.hpp), or 2 for a refused policy,
+// an allocator that contradicts PyTorch's settings, or a trace that can't be written. Writes nothing on stdout. A command that never registered with the daemon
 // gets no report.
 [[nodiscard]] int run_command(const RunOptions& options, const std::filesystem::path& programs);
 

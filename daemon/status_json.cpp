@@ -46,6 +46,10 @@ void add_summary(Json& json, const SlotValues& values) {
   json["cache_late"] = fetches(values, FetchOutcome::kLate);
   json["stall_seconds"] = static_cast<double>(sum<Metric::kStallSeconds>(values)) / 1e9;
   json["steps"] = sum<Metric::kSteps>(values);
+  json["passthrough_calls"] = sum<Metric::kPassthroughCalls>(values);
+  json["refused_allocations"] = sum<Metric::kRefusedAllocations>(values);
+  json["refused_bytes"] = sum<Metric::kRefusedBytes>(values);
+  json["unknown_frees"] = sum<Metric::kUnknownFrees>(values);
 }
 
 std::string hex(std::uint64_t value) {

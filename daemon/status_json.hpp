@@ -8,7 +8,8 @@
 // PROCESS: {"id", "pid", "user", "job", "device", "run" (hex), "leased": {tier: bytes},
 //           "waiting": {tier: bytes}, "deaf", "passthrough", SUMMARY}
 // SUMMARY: "hbm_peak_bytes", "ddr_peak_bytes", "transfer_bytes", "cache_hits", "cache_misses", "cache_late",
-//          "stall_seconds", "steps"; of a run: peaks of its largest process, sums of the rest
+//          "stall_seconds", "steps", "passthrough_calls", "refused_allocations", "refused_bytes",
+//          "unknown_frees"; of a run: peaks of its largest process, sums of the rest
 #pragma once
 
 #include <sys/types.h>

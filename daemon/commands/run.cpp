@@ -16,6 +16,9 @@ void add_run(CLI::App& app, Invocation& invocation) {
   command->add_option("--job", run->job, "Name of the job in the metrics; else the command's name");
   command->add_option("--record", run->record,
                       "Write a trace of the command's device allocations to this file");
+  command->add_option(
+      "--allocator", run->allocator,
+      "native: PyTorch's own; terrace: PyTorch's cudaMallocAsync backend, served from our pool");
   command->add_option("command", run->command, "The command and its arguments")->required();
   command->positionals_at_end();
   command->callback([run, &invocation] { invocation.exit_code = run_command(*run, invocation.programs); });

@@ -39,7 +39,8 @@ Status GuestDevice::describe() {
 
 Status GuestDevice::check(const char* call, CallResult result, Bytes size) const {
   if (result == kSuccess) return {};
-  const Errc code = result == kOutOfMemory ? Errc::kOutOfMemory : Errc::kDeviceLost;
+  // Lost is only what has left a mapping half done; after anything else what was begun is undone.
+  const Errc code = result == kOutOfMemory ? Errc::kOutOfMemory : Errc::kIo;
   return Error{.code = code,
                .text = std::string(call) + " on device " + std::to_string(place_.ordinal) + " answered " +
                        std::to_string(result),

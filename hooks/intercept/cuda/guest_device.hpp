@@ -20,7 +20,7 @@ class GuestDevice final : public Device {
     ContextHandle context;
     DeviceOrdinal ordinal;
   };
-  // Errors: kDeviceLost (the driver refuses to describe the device).
+  // Errors: kIo (the driver refuses to describe the device).
   [[nodiscard]] static Result<std::unique_ptr<GuestDevice>> open(const DriverCalls& driver, Place place);
 
   // The stream behind a guest's handle, from now until it ends.

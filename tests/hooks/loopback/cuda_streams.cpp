@@ -163,7 +163,7 @@ API cuEventRecord(void* handle, void* on) {
   return kSuccess;
 }
 API cuEventQuery(void* handle) {
-  Entry entry;
+  Entry entry(handle);
   if (entry.result() != kSuccess) return entry.result();
   if (const int refused = refuse_in_capture(entry); refused != kSuccess) return refused;
   const auto* event = static_cast<Event*>(handle);

@@ -1,6 +1,7 @@
 #include "tests/hooks/loopback/machine.hpp"
 
 #include <cstdlib>
+#include <utility>
 
 namespace terrace::loopback {
 
@@ -21,8 +22,10 @@ Machine& machine() {
   return the;
 }
 
-Entry::Entry() : lock_(machine().mutex), result_(kSuccess) {
+Entry::Entry(const void* polled) : lock_(machine().mutex), result_(kSuccess) {
   Machine& all = machine();
+  if (polled != nullptr && std::exchange(all.polled, polled) == polled) return;
+  all.polled = polled;
   ++all.calls;
   if (all.fail_at > 0 && all.calls >= all.fail_at && all.calls < all.fail_at + all.fails)
     result_ = all.fail_with;

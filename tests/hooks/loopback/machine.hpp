@@ -62,6 +62,7 @@ struct Machine {
   Pointer next_address = 0x7000000000, next_handle = 0x100;
   long calls = 0, fail_at = 0, fails = 1;  // calls that can fail; the first that does, and how many
   int fail_with = kUnknown;
+  const void* polled = nullptr;  // asked again and again, it counts once
   int captures = 0;
 };
 Machine& machine();
@@ -69,7 +70,7 @@ Machine& machine();
 // Locks, and counts a call: result() is what a test wants it to answer.
 class Entry {
  public:
-  Entry();
+  explicit Entry(const void* polled = nullptr);
   [[nodiscard]] int result() const { return result_; }
   [[nodiscard]] Machine* operator->() const { return &machine(); }
 

@@ -1,0 +1,63 @@
+// What the guests of the wall and of the pool call beyond cuda_api.hpp, and what they ask the loopback machine.
+#pragma once
+
+#include "tests/hooks/guests/cuda_api.hpp"
+
+extern "C" {
+struct Extent {
+  unsigned x, y, z;
+};
+struct Access {
+  int location, id, flags;
+};
+struct Array {
+  std::size_t width, height;
+  int format;
+  unsigned channels;
+};
+struct IpcHandle {
+  char opaque[64];
+};
+int cudaGetLastError();
+int cudaSetDevice(int device);
+int cudaMemGetInfo(std::size_t* available, std::size_t* total);
+int cudaLaunchKernel(const void* function, Extent grid, Extent block, void** parameters, std::size_t shared,
+                     void* stream);
+int cudaMallocAsync_ptsz(void** out, std::size_t bytes, void* stream);
+int cudaFreeAsync_ptsz(void* address, void* stream);
+int cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned version, unsigned long long flags,
+                                     int* status);
+int cuMemGetInfo_v2(std::size_t* available, std::size_t* total);
+int cuMemAllocPitch_v2(Pointer* out, std::size_t* pitch, std::size_t width, std::size_t height, unsigned element);
+int cuArrayCreate_v2(void** out, const Array* what);
+int cuArrayDestroy(void* array);
+int cuMemAddressReserve(Pointer* out, std::size_t bytes, std::size_t, Pointer, unsigned long long);
+int cuMemMap(Pointer at, std::size_t bytes, std::size_t offset, Pointer handle, unsigned long long flags);
+int cuMemUnmap(Pointer at, std::size_t bytes);
+int cuMemRetainAllocationHandle(Pointer* out, void* address);
+int cuMemImportFromShareableHandle(Pointer* out, void* shared, int type);
+int cuIpcGetMemHandle(IpcHandle* out, Pointer address);
+int cuIpcOpenMemHandle_v2(Pointer* out, IpcHandle handle, unsigned flags);
+int cuIpcCloseMemHandle(Pointer address);
+int cuStreamCreate(void** out, unsigned flags);
+int cuStreamDestroy_v2(void* stream);
+int cuStreamBeginCapture_v2(void* stream, int mode);
+int cuStreamEndCapture(void* stream, void** graph);
+int cuEventCreate(void** out, unsigned flags);
+int cuEventRecord(void* event, void* stream);
+int cuDeviceGetDefaultMemPool(void** pool, int device);
+int cuDeviceSetMemPool(int device, void* pool);
+int cuMemPoolGetAttribute(void* pool, int attribute, void* value);
+int cuMemPoolSetAttribute(void* pool, int attribute, void* value);
+int cuMemPoolTrimTo(void* pool, std::size_t keep);
+int cuMemPoolSetAccess(void* pool, const Access* who, std::size_t count);
+int cuModuleUnload(void* module);
+
+std::size_t loopback_used(int device);
+long loopback_calls();
+int loopback_access(Pointer address);
+int loopback_busy(void* stream, int busy);
+int loopback_waits(void* first, void* second);
+void* loopback_other_pool();
+int loopback_runtime_version();
+}
