@@ -137,17 +137,15 @@ bool is_interceptor(const void* function) noexcept {
 
 void* interceptor_for(const ProcQuery& query, void* answer) noexcept {
   if (is_interceptor(answer)) return nullptr;  // a driver that found us in the global scope
+  const bool per_thread = (query.flags & kAskPerThread) != 0;
   for (std::size_t index = 0; index < kSymbolCount; ++index) {
     const Row& row = kRows[index];
     if (row.api != Api::kDriver || std::strcmp(row.base, query.base) != 0) continue;
-    // A function without a twin is the same for both kinds of programs; one with a twin differs.
-    if (ask_driver(row, query.flags) != answer) continue;
-    const bool per_thread = (query.flags & kAskPerThread) != 0;
-    if (row.default_stream == DefaultStream::kLegacy && per_thread &&
-        ask_driver(row, 0) != answer)
-      continue;  // the twin's row follows
     if (row.default_stream == DefaultStream::kPerThread && !per_thread) continue;
     const auto symbol = static_cast<Symbol>(index);
+    if (real_function(symbol) != answer && ask_driver(row, query.flags) != answer) continue;
+    // Asked by a program with per-thread streams, a function that has a twin is the twin: its row follows.
+    if (row.default_stream == DefaultStream::kLegacy && per_thread && ask_driver(row, 0) != answer) continue;
     (void)adopt_real_function(symbol, answer);
     return interceptor_of(symbol);
   }
