@@ -144,7 +144,8 @@ int run_command(const RunOptions& options, const fs::path& programs) {
     }
   }
   const auto allocator = guest_allocator_named(options.allocator);
-  auto environment = allocator ? hook_environment(*policy, *allocator) : Result<Environment>(allocator.error());
+  auto environment =
+      allocator ? hook_environment(*policy, *allocator) : Result<Environment>(allocator.error());
   if (!environment) {
     std::fprintf(stderr, "terrace: %s\n", environment.error().text.c_str());
     return 2;

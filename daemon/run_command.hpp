@@ -20,8 +20,8 @@ struct RunOptions {
 };
 
 // Returns the exit code for the shell: the command's own (daemon/child_run.hpp), or 2 for a refused policy,
-// an allocator that contradicts PyTorch's settings, or a trace that can't be written. Writes nothing on stdout. A command that never registered with the daemon
-// gets no report.
+// an allocator that contradicts PyTorch's settings, or a trace that can't be written. Writes nothing on
+// stdout. A command that never registered with the daemon gets no report.
 [[nodiscard]] int run_command(const RunOptions& options, const std::filesystem::path& programs);
 
 // The socket to use: `given`, else TERRACE_SOCKET, else the policy's or its fallback

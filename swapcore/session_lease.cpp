@@ -1,4 +1,6 @@
 // The session's side of the node: a page of metrics for the daemon, and budgets cut to what it grants.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -40,9 +42,17 @@ Result<Bytes> lease(DaemonLink& link, TierId tier, Bytes wanted) {
                            name_of(tier) + "] budget in their policy leaves room");
 }
 
+// A preload library in front of this process would charge the same bytes to a lease of its own.
+void tell_the_hook() {
+  using StandAside = void (*)();
+  if (const auto stand_aside = reinterpret_cast<StandAside>(dlsym(RTLD_DEFAULT, "terrace_stand_aside")))
+    stand_aside();
+}
+
 }  // namespace
 
 Status Session::Impl::join_daemon() {
+  tell_the_hook();
   DaemonLink::Options options = DaemonLink::options_from_environment();
   if (options.socket.empty()) return {};
   if (options.job == "job") options.job = job;

@@ -32,8 +32,9 @@ void read_word(const char* name, std::string_view first, std::string_view second
   if (text == second) {
     choice = static_cast<Choice>(1);
   } else if (!text.empty() && text != first) {
-    say_once(Notice::kBadSetting, std::string(name) + ": \"" + std::string(text.substr(0, 40)) + "\" is not \"" +
-                                      std::string(first) + "\" or \"" + std::string(second) + "\"");
+    say_once(Notice::kBadSetting, std::string(name) + ": \"" + std::string(text.substr(0, 40)) +
+                                      "\" is not \"" + std::string(first) + "\" or \"" + std::string(second) +
+                                      "\"");
   }
 }
 

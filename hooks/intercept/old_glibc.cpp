@@ -41,7 +41,8 @@ FIRST(int, pthread_once, "GLIBC_2.2.5", (pthread_once_t * once, void (*run)()), 
 FIRST(int, pthread_rwlock_rdlock, "GLIBC_2.2.5", (pthread_rwlock_t * lock), (lock))
 FIRST(int, pthread_rwlock_wrlock, "GLIBC_2.2.5", (pthread_rwlock_t * lock), (lock))
 FIRST(int, pthread_rwlock_unlock, "GLIBC_2.2.5", (pthread_rwlock_t * lock), (lock))
-FIRST(int, pthread_sigmask, "GLIBC_2.2.5", (int how, const sigset_t* set, sigset_t* before), (how, set, before))
+FIRST(int, pthread_sigmask, "GLIBC_2.2.5", (int how, const sigset_t* set, sigset_t* before),
+      (how, set, before))
 FIRST(void*, dlopen, "GLIBC_2.2.5", (const char* file, int mode), (file, mode))
 FIRST(char*, dlerror, "GLIBC_2.2.5", (), ())
 FIRST(int, dladdr, "GLIBC_2.2.5", (const void* address, Dl_info* info), (address, info))

@@ -1,6 +1,6 @@
-// Counts what intercepted calls do, in this process's metrics page, and remembers what is live, so that a free
-// gives back what its allocation was charged (wall.hpp). Device memory also goes into the trace, where one is
-// recorded (runtime/trace/recorder.hpp).
+// Counts what intercepted calls do, in this process's metrics page, and remembers what is live, so that a
+// free gives back what its allocation was charged (wall.hpp). Device memory also goes into the trace, where
+// one is recorded (runtime/trace/recorder.hpp).
 //
 // A process that makes no intercepted call is untouched: no thread, no socket, no memory. Nothing here
 // throws, prints on stdout or changes errno. A forked child starts from nothing: what its parent allocated is

@@ -56,8 +56,12 @@ bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
 
 bool Wall::grow(Account& account, int device, Bytes bytes) {
   const std::lock_guard lock(account.mutex);
+  if (stands_aside()) {
+    account.charged.fetch_add(bytes.count());
+    return true;
+  }
   if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
-  if (account.unknown) {
+  if (account.unknown || switched_off(device)) {
     account.charged.fetch_add(bytes.count());
     return true;
   }
@@ -124,6 +128,7 @@ void Wall::join_daemon(Account& account, Lease& lease) {
   auto link = DaemonLink::start(std::move(options));
   if (!link) return;
   lease.link = *std::move(link);
+  account.link.store(lease.link.get(), std::memory_order_release);
   // The counts of a process are in the page of its first device.
   if (!page_attached_.exchange(true)) attach_metrics(lease.page->metrics());
 }
@@ -131,7 +136,8 @@ void Wall::join_daemon(Account& account, Lease& lease) {
 void Wall::measure_context(Account& account, int device) {
   const auto facts = source_.facts(device);
   if (!facts || !facts->free) return;
-  const Bytes others = saturating_sub(saturating_sub(facts->total, *facts->free), Bytes(account.charged.load()));
+  const Bytes others =
+      saturating_sub(saturating_sub(facts->total, *facts->free), Bytes(account.charged.load()));
   account.lease->context = std::min(others, kMostContextBytes);
 }
 
@@ -206,6 +212,12 @@ Bytes Wall::charged(int device) const noexcept {
   return device < 0 || device >= kMostDevices
              ? 0_B
              : Bytes(accounts_[static_cast<std::size_t>(device)].charged.load());
+}
+
+bool Wall::switched_off(int device) const noexcept {
+  if (device < 0 || device >= kMostDevices) return false;
+  const DaemonLink* link = accounts_[static_cast<std::size_t>(device)].link.load(std::memory_order_acquire);
+  return link != nullptr && link->passthrough();
 }
 
 // The parent's lease stays its own; what held its locks does not exist here.

@@ -55,6 +55,13 @@ class Wall {
   // What is left of the budget, whatever is leased of it yet; nothing where no account is open.
   [[nodiscard]] std::optional<Bytes> room(int device) noexcept;
   [[nodiscard]] Bytes charged(int device) const noexcept;
+  // `terrace off` has reached this process: nothing is refused any more. Wait-free.
+  [[nodiscard]] bool switched_off(int device) const noexcept;
+
+  // Somebody in this process accounts for device memory himself, with a lease of his own: from now on every
+  // byte passes.
+  void stand_aside() noexcept { aside_.store(true, std::memory_order_relaxed); }
+  [[nodiscard]] bool stands_aside() const noexcept { return aside_.load(std::memory_order_relaxed); }
 
   void set_source(const DeviceSource& source) noexcept { source_ = source; }
   void start_again_in_child() noexcept;
@@ -68,10 +75,11 @@ class Wall {
   };
   struct Account {
     std::atomic<std::uint64_t> charged{0};
-    std::atomic<std::uint64_t> limit{0};  // what the lease leaves for charges
-    std::mutex mutex;                     // the next two
-    Lease* lease = nullptr;               // never destroyed: calls come while static objects go
-    bool unknown = false;                 // nobody can tell about this device: its bytes pass
+    std::atomic<std::uint64_t> limit{0};           // what the lease leaves for charges
+    std::mutex mutex;                              // the next two
+    Lease* lease = nullptr;                        // never destroyed: calls come while static objects go
+    std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
+    bool unknown = false;                          // nobody can tell about this device: its bytes pass
   };
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
   [[nodiscard]] bool open(Account& account, int device);
@@ -85,6 +93,7 @@ class Wall {
   std::array<Account, kMostDevices> accounts_{};
   DeviceSource source_{};
   std::atomic<bool> page_attached_{false};
+  std::atomic<bool> aside_{false};
 };
 
 // The one of this process; never destroyed.

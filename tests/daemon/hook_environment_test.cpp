@@ -15,7 +15,8 @@ using testing::HasSubstr;
 std::map<std::string, std::string> environment_of(const Policy& policy, GuestAllocator allocator) {
   const auto made = hook_environment(policy, allocator);
   EXPECT_TRUE(made.ok());
-  return made ? std::map<std::string, std::string>(made->begin(), made->end()) : std::map<std::string, std::string>();
+  return made ? std::map<std::string, std::string>(made->begin(), made->end())
+              : std::map<std::string, std::string>();
 }
 
 class HookEnvironment : public testing::Test {
@@ -29,7 +30,8 @@ class HookEnvironment : public testing::Test {
 
 TEST_F(HookEnvironment, ThePolicysAmountsAreUnderstoodOnTheOtherSide) {
   Policy policy;
-  for (const Amount& budget : {Amount(), Amount::of(40_GiB), Amount::of_share(0.7), Amount::of_share(1.0 / 3)}) {
+  for (const Amount& budget :
+       {Amount(), Amount::of(40_GiB), Amount::of_share(0.7), Amount::of_share(1.0 / 3)}) {
     policy.hbm.budget = budget;
     const auto said = parse_amount(environment_of(policy, GuestAllocator::kNative)["TERRACE_HBM_BUDGET"]);
     ASSERT_TRUE(said.ok());

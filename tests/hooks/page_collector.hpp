@@ -1,5 +1,5 @@
-// Stands where terraced would: welcomes whoever says Hello, leases HBM up to a budget that all of them share, and
-// keeps their metrics pages, which stay readable after the guest has ended.
+// Stands where terraced would: welcomes whoever says Hello, leases HBM up to a budget that all of them share,
+// and keeps their metrics pages, which stay readable after the guest has ended.
 #pragma once
 
 #include <memory>

@@ -50,7 +50,8 @@ TEST(PreloadLookup, TheVariantThatWasAskedForIsTheOneReplaced) {
     const bool another = was.rfind("cuMemAlloc 2000", 0) == 0 || was.rfind("cuCtxGetDevice", 0) == 0;
     EXPECT_EQ(is, another ? was : ours(was));
   }
-  EXPECT_THAT(ended.out, HasSubstr("cuMemAllocAsync 12000 2 0 0: libterrace_preload.so cuMemAllocAsync_ptsz\n"));
+  EXPECT_THAT(ended.out,
+              HasSubstr("cuMemAllocAsync 12000 2 0 0: libterrace_preload.so cuMemAllocAsync_ptsz\n"));
   EXPECT_THAT(ended.out, HasSubstr("cuMemAllocAsync 12000 1 0 0: libterrace_preload.so cuMemAllocAsync\n"));
   EXPECT_THAT(ended.out, HasSubstr("cuMemAllocAsync 11000 0 500 1: none\n"));
   EXPECT_THAT(ended.out, HasSubstr("entry point: libterrace_preload.so cuMemFreeAsync_ptsz\n"));

@@ -68,7 +68,8 @@ TEST(PreloadPool, ABlockGoesToAnotherStreamBehindTheFirst) {
 TEST(PreloadPool, CapturesAreLeftAlone) {
   const Ended ended = run_guest("capture", pooled());
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
-  EXPECT_THAT(values_of(ended, "ours"), ElementsAre(0, 0, 1)) << "in the capture, beside it, after all of them";
+  EXPECT_THAT(values_of(ended, "ours"), ElementsAre(0, 0, 1))
+      << "in the capture, beside it, after all of them";
   EXPECT_EQ(value_of(ended, "elsewhere"), 0);
   EXPECT_EQ(value_of(ended, "kept"), 8) << "a free waits for the end of the capture";
   EXPECT_EQ(value_of(ended, "freed after"), 1);
@@ -121,7 +122,8 @@ TEST(PreloadPool, LaunchesAreReadForBlocks) {
   EXPECT_EQ(ended.out, run_guest("launches", bare_guest()).out);
   ASSERT_EQ(pages.size(), 1u);
   EXPECT_EQ(test::value_in<Metric::kLaunches>(*pages[0]), 5u);
-  EXPECT_EQ(test::value_in<Metric::kLaunchBlocks>(*pages[0]), 8u) << "an interior pointer, and one in a structure";
+  EXPECT_EQ(test::value_in<Metric::kLaunchBlocks>(*pages[0]), 8u)
+      << "an interior pointer, and one in a structure";
   EXPECT_EQ(test::value_in<Metric::kOpaqueLaunches>(*pages[0]), 1u);
   EXPECT_EQ(test::value_in<Metric::kPassthroughCalls>(*pages[0], CallGroup::kLaunch), 6u) << "each once";
 }
@@ -166,8 +168,8 @@ TEST(PreloadEnds, AsTheProgramSays) {
   const struct {
     const char* scene;
     int code;
-  } kEnds[] = {{"exit", 7},      {"_exit", 7}, {"term", -SIGTERM}, {"abort", -SIGABRT},
-               {"thread", 7}, {"exec", 0}};
+  } kEnds[] = {{"exit", 7},         {"_exit", 7},  {"term", -SIGTERM},
+               {"abort", -SIGABRT}, {"thread", 7}, {"exec", 0}};
   for (const auto& [scene, code] : kEnds) {
     for (const Settings& settings : {bare_guest(), pooled(), with_gibibyte()}) {
       const Ended ended = run_guest(scene, settings);

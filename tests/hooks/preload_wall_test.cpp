@@ -54,8 +54,8 @@ TEST(PreloadWall, EveryKindOfDeviceMemoryIsCharged) {
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
   for (const char* refused : {"cuMemAlloc", "managed", "pitch", "async", "from pool", "create", "array"})
     EXPECT_EQ(value_of(ended, refused), kOutOfMemory) << refused;
-  for (const char* passed : {"base", "host", "export", "import", "close", "import handle", "release", "small array",
-                             "destroy"})
+  for (const char* passed :
+       {"base", "host", "export", "import", "close", "import handle", "release", "small array", "destroy"})
     EXPECT_EQ(value_of(ended, passed), 0) << passed;
   EXPECT_EQ(value_of(ended, "more than there is"), kOutOfMemory) << "the driver's own answer";
   const Ended plain = run_guest("every-way", bare_guest());
@@ -111,6 +111,13 @@ TEST(PreloadWall, ThreadsDoNotGetOverIt) {
   const Ended ended = run_guest("threads-at-the-wall", with_gibibyte());
   EXPECT_THAT(ended.out, testing::Not(HasSubstr("over the wall")));
   EXPECT_EQ(value_of(ended, "left"), 64) << "the context";
+}
+
+TEST(PreloadWall, WhoAccountsForHimselfIsNotHeld) {
+  const Ended ended = run_guest("aside", with_gibibyte());
+  EXPECT_EQ(value_of(ended, "found"), 1);
+  EXPECT_THAT(values_of(ended, "malloc"), ElementsAre(0, 0));
+  EXPECT_EQ(ended.err, "");
 }
 
 TEST(PreloadWall, SharesLeaveTheReserveAlone) {

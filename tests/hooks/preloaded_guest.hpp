@@ -44,7 +44,8 @@ inline std::vector<long long> values_of(const Ended& ended, const std::string& w
   std::istringstream lines(ended.out);
   for (std::string line; std::getline(lines, line);) {
     const std::size_t last = line.rfind(' ');
-    if (last != std::string::npos && line.substr(0, last) == what) values.push_back(std::stoll(line.substr(last)));
+    if (last != std::string::npos && line.substr(0, last) == what)
+      values.push_back(std::stoll(line.substr(last)));
   }
   return values;
 }

@@ -48,3 +48,8 @@ CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept {
 }
 
 }  // namespace terrace::hooks::cuda
+
+// Called by Swap Core's session (swapcore/session_lease.cpp) where it takes a lease for all of the process.
+extern "C" __attribute__((visibility("default"))) void terrace_stand_aside() {
+  terrace::hooks::wall().stand_aside();
+}

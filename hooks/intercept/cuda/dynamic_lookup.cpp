@@ -1,8 +1,8 @@
 // dlsym and dlvsym: who asks a library for a function of the table gets the intercepting one.
 //
-// The caller's view stays: what is not in the table goes on by a jump, so that the loader sees the caller's own
-// return address, by which it knows what RTLD_NEXT and RTLD_DEFAULT mean there. A name of the table answers
-// null, with the loader's own error, wherever it would without this library.
+// The caller's view stays: what is not in the table goes on by a jump, so that the loader sees the caller's
+// own return address, by which it knows what RTLD_NEXT and RTLD_DEFAULT mean there. A name of the table
+// answers null, with the loader's own error, wherever it would without this library.
 #include <dlfcn.h>
 
 #include <cstddef>

@@ -99,7 +99,8 @@ EventHandle GuestDevice::handle_of(Event event) const {
 
 Result<Event> GuestDevice::create_event() {
   EventHandle handle = nullptr;
-  if (Status made = check("cuEventCreate", in_context([&] { return driver_.event_create(&handle, kNoTiming); }));
+  if (Status made =
+          check("cuEventCreate", in_context([&] { return driver_.event_create(&handle, kNoTiming); }));
       !made)
     return made.error();
   const std::lock_guard lock(mutex_);
@@ -239,8 +240,8 @@ Status GuestDevice::open_access(Address at, Bytes size) {
 }
 
 Status GuestDevice::unmap(Address at, Bytes size) {
-  Status done = check("cuMemUnmap",
-                      in_context([&] { return driver_.unmap(pointer_of(at), size.count()); }), size);
+  Status done =
+      check("cuMemUnmap", in_context([&] { return driver_.unmap(pointer_of(at), size.count()); }), size);
   if (!done) {
     metrics().add<Metric::kFaults>(FaultPoint::kDeviceUnmap, 1);
     return done;
@@ -263,8 +264,8 @@ CallResult GuestDevice::grant(DeviceOrdinal other) {
     mapped = mappings_;
   }
   for (const auto& [at, size] : mapped) {
-    const CallResult result =
-        in_context([&, &at = at, &size = size] { return driver_.set_access(pointer_of(at), size.count(), &reader, 1); });
+    const CallResult result = in_context(
+        [&, &at = at, &size = size] { return driver_.set_access(pointer_of(at), size.count(), &reader, 1); });
     if (result != kSuccess) return result;
   }
   return kSuccess;
@@ -286,8 +287,12 @@ Status GuestDevice::grant_access_to(const Device&) { return not_supported("peers
 Status GuestDevice::pin(Address, Bytes) { return not_supported("host memory"); }
 Result<Stream> GuestDevice::create_stream(StreamPriority) { return not_supported("streams of its own"); }
 Result<double> GuestDevice::seconds_between(Event, Event) const { return not_supported("timing events"); }
-Status GuestDevice::copy(Stream, Direction, Address, const std::byte*, Bytes) { return not_supported("copies"); }
-Status GuestDevice::copy_batch(Stream, Direction, std::span<const Transfer>) { return not_supported("copies"); }
+Status GuestDevice::copy(Stream, Direction, Address, const std::byte*, Bytes) {
+  return not_supported("copies");
+}
+Status GuestDevice::copy_batch(Stream, Direction, std::span<const Transfer>) {
+  return not_supported("copies");
+}
 Status GuestDevice::fill(Stream, Address, std::uint8_t, Bytes) { return not_supported("copies"); }
 Status GuestDevice::launch_host(Stream, std::function<void()>) { return not_supported("work"); }
 Result<std::uint32_t> GuestDevice::exchange_blocks() { return not_supported("exchanges"); }

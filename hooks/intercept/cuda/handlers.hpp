@@ -63,8 +63,8 @@ CallResult pass(const Call<Real>& call, Arguments... arguments) noexcept {
 
 // ---------------------------------------------------------------- allocations
 
-// Charges, asks the driver, and keeps the account right either way. `real` makes the call; `key` is asked after
-// it has succeeded.
+// Charges, asks the driver, and keeps the account right either way. `real` makes the call; `key` is asked
+// after it has succeeded.
 template <typename RealCall, typename Key>
 CallResult charged(Bytes size, std::uint64_t stream, const RealCall& real, const Key& key) noexcept {
   const DeviceOrdinal device = current_device();
@@ -148,7 +148,8 @@ CallResult allocate_host(const Call<Real>& call, void** out, std::size_t bytes, 
 }
 
 template <typename Real, typename What, typename... Levels>
-CallResult create_array(const Call<Real>& call, ArrayHandle* out, const What* what, Levels... levels) noexcept {
+CallResult create_array(const Call<Real>& call, ArrayHandle* out, const What* what,
+                        Levels... levels) noexcept {
   const DriverCall guard;
   if (!guard.outermost()) return call.real(out, what, levels...);
   count(guard, CallGroup::kAllocate);
@@ -285,8 +286,7 @@ CallResult map_physical(const Call<Real>& call, DevicePointer at, std::size_t by
   const DriverCall guard;
   count(guard, CallGroup::kMap);
   const CallResult result = call.real(at, bytes, offset, handle, flags);
-  if (result == kSuccess && guard.outermost())
-    noting([&] { physical_ledger().mapped(at, bytes, handle); });
+  if (result == kSuccess && guard.outermost()) noting([&] { physical_ledger().mapped(at, bytes, handle); });
   return result;
 }
 
@@ -295,7 +295,8 @@ CallResult unmap_physical(const Call<Real>& call, DevicePointer at, std::size_t 
   const DriverCall guard;
   count(guard, CallGroup::kMap);
   const CallResult result = call.real(at, bytes);
-  if (result == kSuccess && guard.outermost()) noting([&] { physical_ledger().unmapped(at, bytes, end_physical); });
+  if (result == kSuccess && guard.outermost())
+    noting([&] { physical_ledger().unmapped(at, bytes, end_physical); });
   return result;
 }
 

@@ -100,12 +100,13 @@ bool adopt_real_function(Symbol symbol, void* function) noexcept {
 extern "C" {
 using namespace terrace;
 using namespace terrace::hooks::cuda;
-#define SYMBOL(name, api, base, since, default_stream, parameters, arguments, handler)                     \
-  __attribute__((visibility("default"))) CallResult name parameters {                                      \
-    using Real = CallResult(*) parameters;                                                                 \
-    const Call<Real> call{reinterpret_cast<Real>(real_function(Symbol::name)), DefaultStream::default_stream}; \
-    if (call.real == nullptr) return absent(Api::api);                                                     \
-    return handler(call, TERRACE_UNPACK arguments);                                                        \
+#define SYMBOL(name, api, base, since, default_stream, parameters, arguments, handler) \
+  __attribute__((visibility("default"))) CallResult name parameters {                  \
+    using Real = CallResult(*) parameters;                                             \
+    const Call<Real> call{reinterpret_cast<Real>(real_function(Symbol::name)),         \
+                          DefaultStream::default_stream};                              \
+    if (call.real == nullptr) return absent(Api::api);                                 \
+    return handler(call, TERRACE_UNPACK arguments);                                    \
   }
 #include "hooks/intercept/cuda/symbols.def"
 #undef SYMBOL

@@ -1,8 +1,8 @@
 // What a kernel launch can reach: its parameters, read word by word for addresses of live blocks.
 //
-// The layout of a function's parameters is asked of the driver once and kept. A word that lies in a block of a
-// pool in this process names that block; what lies behind pointers in device memory is not seen. Reading takes
-// no lock.
+// The layout of a function's parameters is asked of the driver once and kept. A word that lies in a block of
+// a pool in this process names that block; what lies behind pointers in device memory is not seen. Reading
+// takes no lock.
 #pragma once
 
 #include <array>
@@ -86,7 +86,8 @@ enum class Readable : std::uint8_t { kYes, kNo };
 
 // Calls visit(word) for every word of a launch's parameters that could be an address.
 template <typename Visit>
-[[nodiscard]] Readable each_parameter_word(const Launch& launch, ParameterLayouts& layouts, const Visit& visit) {
+[[nodiscard]] Readable each_parameter_word(const Launch& launch, ParameterLayouts& layouts,
+                                           const Visit& visit) {
   if (launch.extra != nullptr) {
     const void* buffer = nullptr;
     std::size_t bytes = 0;

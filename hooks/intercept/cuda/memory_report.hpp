@@ -7,9 +7,9 @@
 
 namespace terrace::hooks::cuda {
 
-// Turns what the driver said of a device into what its user is told. physical: no more is free than the budget
-// leaves; extended: the ddr budget on top of free and total. What the pool of this process holds and does not
-// use is free in either.
+// Turns what the driver said of a device into what its user is told. physical: no more is free than the
+// budget leaves; extended: the ddr budget on top of free and total. What the pool of this process holds and
+// does not use is free in either.
 void report_memory(DeviceOrdinal device, std::size_t& available, std::size_t& total) noexcept;
 
 }  // namespace terrace::hooks::cuda

@@ -7,6 +7,7 @@
 #include "hooks/intercept/cuda/forks.hpp"
 #include "hooks/intercept/hook_settings.hpp"
 #include "hooks/intercept/notice.hpp"
+#include "hooks/intercept/wall.hpp"
 #include "runtime/metrics.hpp"
 
 namespace terrace::hooks::cuda {
@@ -151,7 +152,9 @@ bool StreamPools::allocate_always(StreamName stream, Bytes size, DevicePointer* 
   if (has_deferred_.load(std::memory_order_acquire)) free_deferred();
   const auto place = place_of(stream);
   if (!place || place->pool->closed.load(std::memory_order_relaxed)) return false;
-  if (other_pool_[static_cast<std::size_t>(place->pool->ordinal)].load(std::memory_order_relaxed)) return false;
+  if (other_pool_[static_cast<std::size_t>(place->pool->ordinal)].load(std::memory_order_relaxed))
+    return false;
+  if (wall().switched_off(place->pool->ordinal) || wall().stands_aside()) return false;
   const auto block = place->pool->pool->allocate(place->stream, size, kPurpose);
   if (!block) {
     // The lease or the device is full: the driver says so in its own way.
@@ -245,8 +248,9 @@ void StreamPools::free_deferred() {
 
 void StreamPools::close(DevicePool& pool, std::string_view why) noexcept {
   if (pool.closed.exchange(true)) return;
-  say_once(Notice::kPoolLost, "the pool of device " + std::to_string(pool.ordinal) + " takes no new allocations (" +
-                                  std::string(why) + "): they go to the driver");
+  say_once(Notice::kPoolLost, "the pool of device " + std::to_string(pool.ordinal) +
+                                  " takes no new allocations (" + std::string(why) +
+                                  "): they go to the driver");
 }
 
 // ---------------------------------------------------------------- the pool as the driver's

@@ -2,8 +2,8 @@
 // `terrace run --allocator terrace` does, and terrace_torch_alloc in every mode.
 //
 // A pool stands where the driver's default pool of its device would. What it cannot serve goes to the driver:
-// allocations while any stream is captured, on per-thread default streams, in other contexts, when the wall or
-// a fault leaves it no memory. Its blocks stay valid whatever happens; a fault ends new allocations only.
+// allocations while any stream is captured, on per-thread default streams, in other contexts, when the wall
+// or a fault leaves it no memory. Its blocks stay valid whatever happens; a fault ends new allocations only.
 // Freed memory stays with the pool until somebody trims it, or an allocation that goes past it needs room.
 //
 // Nothing here throws. A forked child has no pools.
@@ -99,7 +99,8 @@ class StreamPools {
   std::atomic<bool> has_deferred_{false};
   std::mutex mutex_;  // all below, and making a pool
   std::array<bool, kMostDevices> failed_{};
-  std::vector<std::pair<StreamHandle, std::uint64_t>> captured_;  // with the thread, for its own default stream
+  std::vector<std::pair<StreamHandle, std::uint64_t>>
+      captured_;  // with the thread, for its own default stream
   std::vector<Deferred> deferred_;
 };
 

@@ -1,5 +1,5 @@
-// The two functions of torch.cuda.memory.CUDAPluggableAllocator, by which torch.cuda.MemPool, or all of PyTorch,
-// allocates from the pool of this process whatever the allocator mode.
+// The two functions of torch.cuda.memory.CUDAPluggableAllocator, by which torch.cuda.MemPool, or all of
+// PyTorch, allocates from the pool of this process whatever the allocator mode.
 #include <sys/types.h>
 
 #include "hooks/intercept/cuda/stream_pools.hpp"
@@ -26,8 +26,8 @@ __attribute__((visibility("default"))) void* terrace_torch_alloc(ssize_t size, i
              : nullptr;
 }
 
-__attribute__((visibility("default"))) void terrace_torch_free(void* address, ssize_t /*size*/, int /*device*/,
-                                                               StreamHandle stream) {
+__attribute__((visibility("default"))) void terrace_torch_free(void* address, ssize_t /*size*/,
+                                                               int /*device*/, StreamHandle stream) {
   if (address != nullptr) (void)cuMemFreeAsync(reinterpret_cast<std::uintptr_t>(address), stream);
 }
 }

@@ -1,5 +1,5 @@
-// Asks the loader and the driver for functions: `lookup_guest SCENE` says, for each answer, whose it is and by
-// which name, as the loader knows it.
+// Asks the loader and the driver for functions: `lookup_guest SCENE` says, for each answer, whose it is and
+// by which name, as the loader knows it.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -69,18 +69,19 @@ void versions() {
     const char* name;
     int version;
     unsigned long long flags;
-  } kQueries[] = {{"cuMemAlloc", 12000, 0},         {"cuMemAlloc", 2000, 0},       {"cuMemAllocAsync", 12000, 0},
-                  {"cuMemAllocAsync", 12000, 1},    {"cuMemAllocAsync", 12000, 2}, {"cuMemAllocAsync", 11000, 0},
-                  {"cuMemAlloc", 12000, 2},         {"cuLaunchKernel", 13000, 2},  {"cuCtxGetDevice", 12000, 0},
-                  {"cuCtxGetDevice", 13000, 0},     {"cuGetProcAddress", 11030, 0},
-                  {"cuGetProcAddress", 12000, 0},   {"cuNothing", 12000, 0}};
+  } kQueries[] = {
+      {"cuMemAlloc", 12000, 0},      {"cuMemAlloc", 2000, 0},        {"cuMemAllocAsync", 12000, 0},
+      {"cuMemAllocAsync", 12000, 1}, {"cuMemAllocAsync", 12000, 2},  {"cuMemAllocAsync", 11000, 0},
+      {"cuMemAlloc", 12000, 2},      {"cuLaunchKernel", 13000, 2},   {"cuCtxGetDevice", 12000, 0},
+      {"cuCtxGetDevice", 13000, 0},  {"cuGetProcAddress", 11030, 0}, {"cuGetProcAddress", 12000, 0},
+      {"cuNothing", 12000, 0}};
   for (const auto& query : kQueries) {
     void* found = nullptr;
     int status = -1;
     const int result = ask(query.name, &found, query.version, query.flags, &status);
-    const std::string what =
-        std::string(query.name) + " " + std::to_string(query.version) + " " + std::to_string(query.flags) + " " +
-        std::to_string(result) + " " + std::to_string(status);
+    const std::string what = std::string(query.name) + " " + std::to_string(query.version) + " " +
+                             std::to_string(query.flags) + " " + std::to_string(result) + " " +
+                             std::to_string(status);
     say(what.c_str(), found);
   }
   void* runtime = open("libcudart.so.13");

@@ -1,4 +1,5 @@
-// What the guests of the wall and of the pool call beyond cuda_api.hpp, and what they ask the loopback machine.
+// What the guests of the wall and of the pool call beyond cuda_api.hpp, and what they ask the loopback
+// machine.
 #pragma once
 
 #include "tests/hooks/guests/cuda_api.hpp"
@@ -25,10 +26,11 @@ int cudaLaunchKernel(const void* function, Extent grid, Extent block, void** par
                      void* stream);
 int cudaMallocAsync_ptsz(void** out, std::size_t bytes, void* stream);
 int cudaFreeAsync_ptsz(void* address, void* stream);
-int cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned version, unsigned long long flags,
-                                     int* status);
+int cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned version,
+                                     unsigned long long flags, int* status);
 int cuMemGetInfo_v2(std::size_t* available, std::size_t* total);
-int cuMemAllocPitch_v2(Pointer* out, std::size_t* pitch, std::size_t width, std::size_t height, unsigned element);
+int cuMemAllocPitch_v2(Pointer* out, std::size_t* pitch, std::size_t width, std::size_t height,
+                       unsigned element);
 int cuArrayCreate_v2(void** out, const Array* what);
 int cuArrayDestroy(void* array);
 int cuMemAddressReserve(Pointer* out, std::size_t bytes, std::size_t, Pointer, unsigned long long);

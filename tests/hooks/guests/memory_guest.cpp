@@ -1,5 +1,5 @@
-// A program that allocates in every way there is: `memory_guest SCENE` prints what it was told, a line a fact.
-// Built with each loopback runtime, linked dynamically and statically.
+// A program that allocates in every way there is: `memory_guest SCENE` prints what it was told, a line a
+// fact. Built with each loopback runtime, linked dynamically and statically.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -200,7 +200,18 @@ const std::map<std::string_view, std::function<void()>>& memory_scenes() {
       {"abort", [] { ends("abort"); }},
       {"thread", [] { ends("thread"); }},
       {"exec", [] { ends("exec"); }},
-      {"too-much-at-once", [] {
+      {"aside",
+       [] {
+         void* out = nullptr;
+         say("malloc", cudaMalloc(&out, 700 * kMiB));
+         const auto aside = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "terrace_stand_aside"));
+         say("found", aside != nullptr);
+         if (aside != nullptr) aside();
+         say("malloc", cudaMalloc(&out, 700 * kMiB));
+         say("free", cudaFree(out));
+       }},
+      {"too-much-at-once",
+       [] {
          void* out = nullptr;
          say("refused", cudaMalloc(&out, kTooMuch));
          say("refused", cudaMalloc(&out, kTooMuch));

@@ -1,4 +1,5 @@
-// Somebody else's preload library: it stands before the next cudaMalloc, and says at the end how often it was there.
+// Somebody else's preload library: it stands before the next cudaMalloc, and says at the end how often it was
+// there.
 #include <dlfcn.h>
 
 #include <cstddef>

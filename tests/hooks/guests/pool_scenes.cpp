@@ -38,7 +38,8 @@ void attributes() {
   say("device has it", loopback_used(0) > 64 * kMiB + 40 * kMiB - 1);
   say("threshold", static_cast<long long>(attribute(4)));
   std::uint64_t zero = 0;
-  say("reset", cuMemPoolSetAttribute(pool, kUsedHigh, &zero) + cuMemPoolSetAttribute(pool, kReservedHigh, &zero));
+  say("reset",
+      cuMemPoolSetAttribute(pool, kUsedHigh, &zero) + cuMemPoolSetAttribute(pool, kReservedHigh, &zero));
   say("high MiB", static_cast<long long>(attribute(kUsedHigh) / kMiB));
   say("trim", cuMemPoolTrimTo(pool, 0));
   say("given back", attribute(kReserved) < 40 * kMiB && loopback_used(0) < 64 * kMiB + 40 * kMiB);
@@ -201,15 +202,18 @@ void launches() {
   } second = {0, number(b), 12345};
   void* parameters[] = {&first, &count, &second};
   const void* kernel = reinterpret_cast<void*>(0x11);
-  for (int i = 0; i < 3; ++i) say("launch", cudaLaunchKernel(kernel, {1, 1, 1}, {1, 1, 1}, parameters, 0, nullptr));
-  say("no parameters", cudaLaunchKernel(reinterpret_cast<void*>(0x12), {1, 1, 1}, {1, 1, 1}, nullptr, 0, nullptr));
-  say("opaque", cudaLaunchKernel(reinterpret_cast<void*>(0x99), {1, 1, 1}, {1, 1, 1}, parameters, 0, nullptr));
+  for (int i = 0; i < 3; ++i)
+    say("launch", cudaLaunchKernel(kernel, {1, 1, 1}, {1, 1, 1}, parameters, 0, nullptr));
+  say("no parameters",
+      cudaLaunchKernel(reinterpret_cast<void*>(0x12), {1, 1, 1}, {1, 1, 1}, nullptr, 0, nullptr));
+  say("opaque",
+      cudaLaunchKernel(reinterpret_cast<void*>(0x99), {1, 1, 1}, {1, 1, 1}, parameters, 0, nullptr));
   say("unload", cuModuleUnload(nullptr));
   say("launch", cudaLaunchKernel(kernel, {1, 1, 1}, {1, 1, 1}, parameters, 0, nullptr));
 }
 
-// With a budget of 128 MiB. Everything once, so that each driver call can fail in turn: whatever happens, what was given stays usable, and
-// the driver ends with what it was not asked to take back.
+// With a budget of 128 MiB. Everything once, so that each driver call can fail in turn: whatever happens,
+// what was given stays usable, and the driver ends with what it was not asked to take back.
 void faults() {
   cudaSetDevice(0);
   void *one = nullptr, *two = nullptr, *plain = nullptr;
@@ -241,9 +245,9 @@ void faults() {
 
 const std::map<std::string_view, std::function<void()>>& pool_scenes() {
   static const std::map<std::string_view, std::function<void()>> scenes = {
-      {"attributes", attributes}, {"streams", streams},           {"capture", capture},
-      {"sharing", sharing},       {"pool-wall", pool_wall},       {"pool-threads", pool_threads},
-      {"torch", torch},           {"launches", launches},         {"faults", faults},
+      {"attributes", attributes}, {"streams", streams},     {"capture", capture},
+      {"sharing", sharing},       {"pool-wall", pool_wall}, {"pool-threads", pool_threads},
+      {"torch", torch},           {"launches", launches},   {"faults", faults},
   };
   return scenes;
 }

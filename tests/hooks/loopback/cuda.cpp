@@ -1,4 +1,5 @@
-// A libcuda.so.1 on host memory, with the error codes of the real one: memory, contexts and what the driver says.
+// A libcuda.so.1 on host memory, with the error codes of the real one: memory, contexts and what the driver
+// says.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -82,7 +83,9 @@ API cuCtxSynchronize() {
   const Entry entry;
   return entry.result();
 }
-API cuDevicePrimaryCtxRetain(void** context, int device) { return *context = &machine().legacy[device], kSuccess; }
+API cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = &machine().legacy[device], kSuccess;
+}
 API cuDevicePrimaryCtxReset_v2(int device) {
   const Entry entry;
   if (entry.result() != kSuccess) return entry.result();
@@ -147,17 +150,21 @@ API cuMemFreeHost(void* address) {
 API cuArrayCreate_v2(void** out, const Array* what) {
   Entry entry;
   Pointer at = 0;
-  const int result = give(entry, &at, what->width * std::max<std::size_t>(what->height, 1) * what->channels * 4,
-                          Block::Kind::kArray);
+  const int result =
+      give(entry, &at, what->width * std::max<std::size_t>(what->height, 1) * what->channels * 4,
+           Block::Kind::kArray);
   if (result == kSuccess) *out = reinterpret_cast<void*>(at);
   return result;
 }
 API cuArray3DCreate_v2(void** out, const Array3d* what) {
-  const Array flat{what->width, std::max<std::size_t>(what->height, 1) * std::max<std::size_t>(what->depth, 1),
+  const Array flat{what->width,
+                   std::max<std::size_t>(what->height, 1) * std::max<std::size_t>(what->depth, 1),
                    what->format, what->channels};
   return cuArrayCreate_v2(out, &flat);
 }
-API cuMipmappedArrayCreate(void** out, const Array3d* what, unsigned) { return cuArray3DCreate_v2(out, what); }
+API cuMipmappedArrayCreate(void** out, const Array3d* what, unsigned) {
+  return cuArray3DCreate_v2(out, what);
+}
 API cuArrayDestroy(void* array) { return cuMemFreeHost(array); }
 API cuMipmappedArrayDestroy(void* array) { return cuMemFreeHost(array); }
 

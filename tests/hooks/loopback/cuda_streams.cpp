@@ -1,5 +1,5 @@
-// The loopback driver's streams, events, captures and stream-ordered memory. Functions with a default stream come
-// in two variants, as the real ones.
+// The loopback driver's streams, events, captures and stream-ordered memory. Functions with a default stream
+// come in two variants, as the real ones.
 #include <algorithm>
 #include <cstdlib>
 
@@ -58,7 +58,8 @@ int free_on(Pointer address, void* handle, Zero zero) {
   if (address == 0 || block == entry->blocks.end()) return kInvalidValue;
   const Block freed = block->second;
   if (freed.device >= 0) {
-    const std::size_t step = freed.bytes >= kGranularity / 2 && freed.kind == Block::Kind::kPlain ? kGranularity : 512;
+    const std::size_t step =
+        freed.bytes >= kGranularity / 2 && freed.kind == Block::Kind::kPlain ? kGranularity : 512;
     entry->used[freed.device] -= (freed.bytes + step - 1) / step * step;
   }
   entry->blocks.erase(block);
@@ -112,9 +113,8 @@ API cuStreamDestroy_v2(void* handle) {
   for (Event* event : entry->events) {
     if (event->stream == stream) event->stream = nullptr;
   }
-  std::erase_if(entry->waits, [&](const auto& each) {
-    return each.first.first == stream || each.first.second == stream;
-  });
+  std::erase_if(entry->waits,
+                [&](const auto& each) { return each.first.first == stream || each.first.second == stream; });
   delete stream;
   return kSuccess;
 }
@@ -236,7 +236,8 @@ API loopback_waits(void* first, void* second) {
 }
 __attribute__((visibility("default"))) void* loopback_other_pool() { return &other_pool; }
 
-// Two kernels: the first has a pointer, a number, and a structure that ends in a pointer.
+// Kernels: 0x11 has a pointer, a number, and a structure that ends in a pointer; 0x12 nothing; 0x100 + N has
+// N parameters of 8 bytes. Of others nothing is known.
 API cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, std::size_t* bytes) {
   const Entry entry;
   if (entry.result() != kSuccess) return entry.result();
@@ -247,17 +248,23 @@ API cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, s
     *bytes = kFirst[index][1];
     return kSuccess;
   }
+  const auto many = reinterpret_cast<std::uintptr_t>(function) - 0x100;
+  if (many < 0x100) {
+    *offset = index * 8;
+    *bytes = 8;
+    return index < many ? kSuccess : kInvalidValue;
+  }
   return function == reinterpret_cast<void*>(0x12) ? kInvalidValue : kInvalidHandle;
 }
-#define LAUNCHES(suffix)                                                                                          \
-  API cuLaunchKernel##suffix(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,  \
-                             void**, void**) {                                                                    \
-    const Entry entry;                                                                                            \
-    return entry.result();                                                                                        \
-  }                                                                                                               \
-  API cuLaunchKernelEx##suffix(const void*, void*, void**, void**) {                                              \
-    const Entry entry;                                                                                            \
-    return entry.result();                                                                                        \
+#define LAUNCHES(suffix)                                                                                  \
+  API cuLaunchKernel##suffix(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+                             void*, void**, void**) {                                                     \
+    const Entry entry;                                                                                    \
+    return entry.result();                                                                                \
+  }                                                                                                       \
+  API cuLaunchKernelEx##suffix(const void*, void*, void**, void**) {                                      \
+    const Entry entry;                                                                                    \
+    return entry.result();                                                                                \
   }
 LAUNCHES()
 LAUNCHES(_ptsz)

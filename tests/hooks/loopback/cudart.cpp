@@ -1,6 +1,6 @@
-// A CUDA runtime over the driver that it finds as the real one does: dlopen, dlsym, cuGetProcAddress. Built as
-// libcudart.so.13 and libcudart.so.12, whose symbols have the versions of the real libraries', and linked into a
-// guest, where nothing of it passes the preload library.
+// A CUDA runtime over the driver that it finds as the real one does: dlopen, dlsym, cuGetProcAddress. Built
+// as libcudart.so.13 and libcudart.so.12, whose symbols have the versions of the real libraries', and linked
+// into a guest, where nothing of it passes the preload library.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -21,9 +21,18 @@ namespace {
 using Pointer = unsigned long long;
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, int*);
 
-void* driver_function(const char* name, unsigned long long flags) {
+#ifdef LOOPBACK_LINKED
+extern "C" int cuGetProcAddress_v2(const char*, void**, int, unsigned long long, int*);
+GetProcAddress proc_address() { return &cuGetProcAddress_v2; }
+#else
+GetProcAddress proc_address() {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  static const auto ask = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+  return reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+}
+#endif
+
+void* driver_function(const char* name, unsigned long long flags) {
+  static const GetProcAddress ask = proc_address();
   void* found = nullptr;
   int status = 0;
   if (ask == nullptr || ask(name, &found, LOOPBACK_CUDA_VERSION, flags, &status) != 0) return nullptr;
@@ -60,7 +69,8 @@ int allocate(void** out, std::size_t bytes) {
   begin();
   if (out == nullptr) return keep(1);
   if (hidden())
-    return keep(reinterpret_cast<int (*)(void**, std::size_t)>(hidden_function("loopback_hidden_alloc"))(out, bytes));
+    return keep(
+        reinterpret_cast<int (*)(void**, std::size_t)>(hidden_function("loopback_hidden_alloc"))(out, bytes));
   Pointer address = 0;
   const int result = keep(driver("cuMemAlloc", 0, &address, bytes));
   if (result == 0) *out = reinterpret_cast<void*>(address);
@@ -89,7 +99,9 @@ API cudaSetDevice(int device) {
   return 0;
 }
 API cudaMalloc(void** out, std::size_t bytes) { return allocate(out, bytes); }
-API cudaMallocAsync(void** out, std::size_t bytes, void* stream) { return allocate_async(out, bytes, stream, 0); }
+API cudaMallocAsync(void** out, std::size_t bytes, void* stream) {
+  return allocate_async(out, bytes, stream, 0);
+}
 API cudaMallocAsync_ptsz(void** out, std::size_t bytes, void* stream) {
   return allocate_async(out, bytes, stream, 2);
 }
@@ -120,7 +132,8 @@ API cudaHostAlloc(void** out, std::size_t bytes, unsigned flags) {
 API cudaMallocHost(void** out, std::size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 API cudaFree(void* address) {
   begin();
-  if (hidden()) return keep(reinterpret_cast<int (*)(void*)>(hidden_function("loopback_hidden_free"))(address));
+  if (hidden())
+    return keep(reinterpret_cast<int (*)(void*)>(hidden_function("loopback_hidden_free"))(address));
   return keep(driver("cuMemFree", 0, number(address)));
 }
 API cudaFreeAsync(void* address, void* stream) {
@@ -139,15 +152,13 @@ struct Extent {
 API cudaLaunchKernel(const void* function, Extent grid, Extent block, void** parameters, std::size_t shared,
                      void* stream) {
   void* extra = nullptr;
-  return begin(), keep(driver("cuLaunchKernel", 0, const_cast<void*>(function), grid.x, grid.y, grid.z, block.x,
-                              block.y, block.z, static_cast<unsigned>(shared), stream, parameters,
+  return begin(), keep(driver("cuLaunchKernel", 0, const_cast<void*>(function), grid.x, grid.y, grid.z,
+                              block.x, block.y, block.z, static_cast<unsigned>(shared), stream, parameters,
                               static_cast<void**>(extra)));
 }
-API cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned version, unsigned long long flags,
-                                     int* status) {
-  static void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  static const auto ask = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
-  return keep(ask(symbol, out, static_cast<int>(version), flags, status));
+API cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned version,
+                                     unsigned long long flags, int* status) {
+  return keep(proc_address()(symbol, out, static_cast<int>(version), flags, status));
 }
 API cudaGetDriverEntryPoint(const char* symbol, void** out, unsigned long long flags, int* status) {
   return cudaGetDriverEntryPointByVersion(symbol, out, LOOPBACK_CUDA_VERSION, flags, status);

@@ -23,9 +23,9 @@ using Pointer = std::uint64_t;
 
 struct Stream {
   int device = 0;
-  bool busy = false;      // events recorded now are not reached
+  bool busy = false;  // events recorded now are not reached
   bool capturing = false;
-  bool broken = false;    // the capture
+  bool broken = false;  // the capture
   std::uint64_t recorded = 0, reached = 0;
 };
 struct Event {
@@ -50,10 +50,10 @@ struct Machine {
   std::mutex mutex;
   std::size_t used[kDevices] = {kContextBytes, kContextBytes};
   std::map<Pointer, Block> blocks;
-  std::map<Pointer, Physical> handles;           // also such whose references are gone, while mapped
-  std::map<Pointer, Pointer> mappings;           // address to handle
-  std::map<Pointer, std::size_t> ranges;         // reserved
-  std::map<Pointer, std::vector<int>> access;    // devices let in, by mapping
+  std::map<Pointer, Physical> handles;         // also such whose references are gone, while mapped
+  std::map<Pointer, Pointer> mappings;         // address to handle
+  std::map<Pointer, std::size_t> ranges;       // reserved
+  std::map<Pointer, std::vector<int>> access;  // devices let in, by mapping
   std::set<Stream*> streams;
   std::set<Event*> events;
   std::map<std::pair<Stream*, Stream*>, int> waits;  // of the first for the second

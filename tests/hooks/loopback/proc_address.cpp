@@ -1,5 +1,5 @@
-// cuGetProcAddress of the loopback driver: the newest variant up to the version asked for, by the kind of default
-// stream. LOOPBACK_DRIVER=12 is a driver of CUDA 12, which lacks what came later.
+// cuGetProcAddress of the loopback driver: the newest variant up to the version asked for, by the kind of
+// default stream. LOOPBACK_DRIVER=12 is a driver of CUDA 12, which lacks what came later.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>

@@ -1,0 +1,91 @@
+// bench_launch_scan: what reading a kernel launch's parameters for pointers costs
+// (hooks/intercept/cuda/launch_view.hpp).
+//
+// For launches with a growing number of 8-byte parameters, all of them addresses inside live blocks of a pool
+// with many, the median over batches of the time of one reading; the limit is 150 ns and 1 ns for each 8
+// bytes.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "hooks/intercept/cuda/launch_view.hpp"
+#include "hooks/intercept/cuda/stream_pools.hpp"
+
+extern "C" {
+int cuDevicePrimaryCtxRetain(void** context, int device);
+int cuCtxSetCurrent(void* context);
+}
+
+namespace {
+
+using namespace terrace;
+using namespace terrace::hooks::cuda;
+
+constexpr int kBlocks = 20000, kBatches = 301, kLaunches = 64;
+
+std::vector<DevicePointer> fill_pool() {
+  std::vector<DevicePointer> blocks;
+  std::mt19937_64 random(1);
+  for (int i = 0; i < kBlocks; ++i) {
+    DevicePointer at = 0;
+    const Bytes size(512 * (1 + random() % 64));
+    if (stream_pools().allocate_always({nullptr, DefaultStream::kLegacy}, size, &at)) blocks.push_back(at);
+  }
+  return blocks;
+}
+
+// Launches of one kernel whose parameters point somewhere into the blocks.
+struct Launches {
+  std::vector<std::uint64_t> values;
+  std::vector<void*> parameters;
+};
+Launches launches_of(const std::vector<DevicePointer>& blocks, std::size_t count) {
+  Launches made;
+  std::mt19937_64 random(2);
+  for (std::size_t i = 0; i < count * kLaunches; ++i)
+    made.values.push_back(blocks[random() % blocks.size()] + random() % 512);
+  for (std::uint64_t& value : made.values) made.parameters.push_back(&value);
+  return made;
+}
+
+double median_nanoseconds(const std::vector<DevicePointer>& blocks, std::size_t count) {
+  Launches launches = launches_of(blocks, count);
+  const auto kernel = reinterpret_cast<FunctionHandle>(0x100 + count);
+  std::vector<double> batches;
+  for (int batch = 0; batch < kBatches; ++batch) {
+    const auto began = std::chrono::steady_clock::now();
+    for (int i = 0; i < kLaunches; ++i)
+      see_launch({kernel, launches.parameters.data() + static_cast<std::size_t>(i) * count});
+    const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
+    batches.push_back(took.count() / kLaunches);
+  }
+  std::nth_element(batches.begin(), batches.begin() + kBatches / 2, batches.end());
+  return batches[kBatches / 2];
+}
+
+}  // namespace
+
+int main() {
+  void* context = nullptr;
+  if (cuDevicePrimaryCtxRetain(&context, 0) != 0 || cuCtxSetCurrent(context) != 0) return 1;
+  const auto blocks = fill_pool();
+  if (blocks.size() < kBlocks)
+    return std::fprintf(stderr, "bench_launch_scan: the pool gave too little\n"), 1;
+  for (const std::size_t count :
+       {std::size_t{1}, std::size_t{4}, std::size_t{8}, std::size_t{16}, std::size_t{64}, std::size_t{128}}) {
+    const double took = median_nanoseconds(blocks, count);
+    const nlohmann::ordered_json row{{"bench", "launch_scan"}, {"case", std::to_string(count) + " pointers"},
+                                     {"system", "terrace"},    {"metric", "read"},
+                                     {"value", took},          {"unit", "ns"},
+                                     {"floor", nullptr}};
+    std::printf("%s\n", row.dump().c_str());
+    const double limit = 150 + static_cast<double>(count);
+    if (took > limit)
+      std::fprintf(stderr, "bench_launch_scan: %zu pointers are over their %.0f ns\n", count, limit);
+  }
+  return 0;
+}
