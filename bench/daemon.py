@@ -98,14 +98,14 @@ class Load:
 
     def add_clients(self):
         self.clients = [
-            self.start(["bench_daemon_load", "client", self.socket, str(i % DEVICES)], self.load_core,
+            self.start(["daemon_load", "client", self.socket, str(i % DEVICES)], self.load_core,
                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
             for i in range(CLIENTS)]
         for client in self.clients:
             if client.stdout.readline() != "ready\n":
                 raise DaemonError("a client does not start")
         pairs = [text for i, client in enumerate(self.clients) for text in (str(client.pid), str(i % DEVICES))]
-        self.watch = self.start(["bench_daemon_load", "watch", str(DEVICE_BUDGET)] + pairs, self.load_core,
+        self.watch = self.start(["daemon_load", "watch", str(DEVICE_BUDGET)] + pairs, self.load_core,
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, command):

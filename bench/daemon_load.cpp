@@ -1,10 +1,10 @@
 // The load of `./dev bench daemon`, and the eye that watches it.
 //
-//   bench_daemon_load client SOCKET DEVICE          a client of emulated GPU number DEVICE. It reads
+//   daemon_load client SOCKET DEVICE          a client of emulated GPU number DEVICE. It reads
 //   commands, one a
 //                                                   line: "go" allocates as fast as it can, "rest" does
 //                                                   nothing; ends with its input
-//   bench_daemon_load watch BUDGET [PID DEVICE]...  reads the clients' shared pages behind the daemon's back,
+//   daemon_load watch BUDGET [PID DEVICE]...  reads the clients' shared pages behind the daemon's back,
 //   for
 //                                                   as long as its input is open; prints how often it looked,
 //                                                   the most that the clients of a device held together, and
@@ -54,7 +54,7 @@ std::unique_ptr<std::string> next_command() {
 }
 
 [[noreturn]] void fail(const std::string& why) {
-  std::fprintf(stderr, "bench_daemon_load: %s\n", why.c_str());
+  std::fprintf(stderr, "daemon_load: %s\n", why.c_str());
   std::exit(1);
 }
 template <typename T>

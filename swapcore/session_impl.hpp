@@ -46,6 +46,7 @@ struct Session::Impl {
   std::mutex asks_mutex;
   std::map<TierId, DaemonLink::Ask> asks;  // under asks_mutex: of the daemon, to hold less
   std::atomic<bool> asked{false};          // there may be some
+  bool waited_in_vain = false;             // for room that nobody gave, since the last that came
   bool switched_off = false;               // the step goes without Swap Core: terrace off
   std::unique_ptr<HbmPool> hbm;
   std::unique_ptr<DdrPool> ddr;

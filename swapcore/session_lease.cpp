@@ -185,14 +185,17 @@ bool Session::Impl::grow(Bytes missing) {
     (void)link->request(TierId::kHbm, std::min(std::max(missing + missing / kSlack, kGrowth), most));
   }
   if (link->lease(TierId::kHbm) <= before) (void)link->request_and_keep(TierId::kHbm, most, {});
-  while (link->lease(TierId::kHbm) <= budgets.hbm && link->connected() &&
+  // Who has all there is waits for nobody.
+  const bool others = link->lease(TierId::kHbm) < link->node_budget(TierId::kHbm);
+  while (others && !waited_in_vain && link->lease(TierId::kHbm) <= budgets.hbm && link->connected() &&
          steady_clock().now() < began + kStartPatience) {
     give_way();  // who waits for others lets nobody wait
     std::this_thread::sleep_for(kLook);
   }
   count_stall(StallReason::kBudget, seconds_of(steady_clock().now() - began));
   const Bytes budget = std::min(link->lease(TierId::kHbm), policy_budgets.hbm);
-  if (budget <= budgets.hbm) return false;
+  waited_in_vain = budget <= budgets.hbm;
+  if (waited_in_vain) return false;
   (void)hbm->set_budget(budget);
   set_hbm_budget(budget);
   return true;
