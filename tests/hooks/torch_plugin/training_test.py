@@ -8,12 +8,12 @@ import models
 
 CASES = {
     "gpt": {},
-    "gpt, checkpoint": {"model_options": {"checkpointed": "plain"}},
-    "gpt, reentrant checkpoint": {"model_options": {"checkpointed": "reentrant"}},
-    "gpt, autocast": {"autocast": True},
-    "gpt, gradient accumulation": {"micro_batches": 3, "steps": 3},
+    "gpt, checkpoint": {"model_options": {"checkpointed": "plain"}, "steps": 2},
+    "gpt, reentrant checkpoint": {"model_options": {"checkpointed": "reentrant"}, "steps": 2},
+    "gpt, autocast": {"autocast": True, "steps": 2},
+    "gpt, gradient accumulation": {"micro_batches": 3, "steps": 2},
     "moe": {"model_options": {"kind": "moe"}},
-    "moe, checkpoint": {"model_options": {"kind": "moe", "checkpointed": "plain"}},
+    "moe, checkpoint": {"model_options": {"kind": "moe", "checkpointed": "plain"}, "steps": 2},
 }
 
 
