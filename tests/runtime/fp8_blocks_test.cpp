@@ -167,6 +167,7 @@ TEST_F(Fp8BlocksTest, ALaunchThatFailsIsAnError) {
     EXPECT_EQ(device_->pack_fp8(stream_, blocks).ok(), nth != 1);
     EXPECT_EQ(device_->unpack_fp8(stream_, blocks).ok(), nth != 2);
   }
+  EXPECT_TRUE(device_->synchronize(stream_)) << "what was queued uses the memory";
 }
 
 }  // namespace
