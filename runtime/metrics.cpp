@@ -292,9 +292,9 @@ std::string metrics_document() {
       "`runtime/metrics.def` by `terrace metrics-doc`; a test keeps it current.\n\n"
       "## Of the jobs\n\n"
       "Counted by each training process in a page that it shares with `terraced`, and added up by `job`.\n"
-      "Counters keep what ended processes have counted. Of gauges named `..._peak_bytes` the largest of a\n"
-      "job's processes is shown; other gauges are summed over them. At most 64\n"
-      "jobs have a label of their own; later ones share `other`.\n\n"
+      "Counters keep what ended processes have counted. Of gauges named `..._peak_bytes` or\n"
+      "`spill_error_...` the largest of a job's processes is shown; other gauges are summed over them.\n"
+      "At most 64 jobs have a label of their own; later ones share `other`.\n\n"
       "| name | type | unit | labels | meaning |\n|---|---|---|---|---|\n";
   for (const MetricInfo& info : kTable) {
     append_row(text, info.name, info.type, info.unit, label_cell(info), info.help);
