@@ -16,6 +16,7 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 // FIRST(result, name, version, (parameters), (arguments))
@@ -62,6 +63,20 @@ uint32_t __wrap_arc4random() {
   while (getrandom(&value, sizeof value, 0) != sizeof value && errno == EINTR) {
   }
   return value;
+}
+
+// The same moment on the clock that waits have always had; who waits looks at his own clock again.
+int __wrap_pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
+                                  const timespec* until) {
+  constexpr long kBillion = 1000000000;
+  timespec now{}, deadline{};
+  clock_gettime(clock, &now);
+  clock_gettime(CLOCK_REALTIME, &deadline);
+  deadline.tv_sec += until->tv_sec - now.tv_sec;
+  deadline.tv_nsec += until->tv_nsec - now.tv_nsec;
+  if (deadline.tv_nsec < 0) deadline.tv_nsec += kBillion, --deadline.tv_sec;
+  if (deadline.tv_nsec >= kBillion) deadline.tv_nsec -= kBillion, ++deadline.tv_sec;
+  return pthread_cond_timedwait(condition, mutex, &deadline);
 }
 
 // Never known to be alone: atomics stay atomic.
