@@ -112,17 +112,11 @@ StreamPools::DevicePool* StreamPools::make_pool(ContextHandle context) {
   if (!pool) return failed(pool.error());
   auto* made = new DevicePool{context, ordinal, stands_for, *std::move(device), *std::move(pool)};
   pools_[index].store(made, std::memory_order_release);
+  const std::uint32_t place = made_count_.load(std::memory_order_relaxed);
+  made_[place].store(made, std::memory_order_relaxed);
+  made_count_.store(place + 1, std::memory_order_release);
   any_.store(true, std::memory_order_release);
   return made;
-}
-
-StreamPools::DevicePool* StreamPools::pool_holding(DevicePointer address) const noexcept {
-  if (!any()) return nullptr;
-  for (const auto& slot : pools_) {
-    DevicePool* pool = slot.load(std::memory_order_acquire);
-    if (pool != nullptr && pool->device->holds(address)) return pool;
-  }
-  return nullptr;
 }
 
 StreamPools::DevicePool* StreamPools::pool_standing_for(PoolHandle handle) const noexcept {
@@ -132,12 +126,6 @@ StreamPools::DevicePool* StreamPools::pool_standing_for(PoolHandle handle) const
     if (pool != nullptr && pool->stands_for == handle) return pool;
   }
   return nullptr;
-}
-
-std::optional<Block> StreamPools::find(DevicePointer address) const noexcept {
-  const DevicePool* pool = pool_holding(address);
-  if (pool == nullptr) return std::nullopt;
-  return pool->pool->find(reinterpret_cast<const std::byte*>(address));
 }
 
 // ---------------------------------------------------------------- allocate and free

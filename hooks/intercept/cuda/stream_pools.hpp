@@ -44,7 +44,11 @@ class StreamPools {
   [[nodiscard]] std::optional<CallResult> free_now(DevicePointer address) noexcept;
   [[nodiscard]] bool holds(DevicePointer address) const noexcept { return pool_holding(address) != nullptr; }
   // The live block around an address, interior ones included. Wait-free.
-  [[nodiscard]] std::optional<Block> find(DevicePointer address) const noexcept;
+  [[nodiscard]] std::optional<Block> find(DevicePointer address) const noexcept {
+    const DevicePool* pool = pool_holding(address);
+    if (pool == nullptr) return std::nullopt;
+    return pool->pool->find(reinterpret_cast<const std::byte*>(address));
+  }
   [[nodiscard]] bool any() const noexcept { return any_.load(std::memory_order_relaxed); }
 
   // Whether the pool of the current device stands for this one of the driver's.
@@ -84,7 +88,14 @@ class StreamPools {
   [[nodiscard]] std::optional<Place> place_of(StreamName stream);
   [[nodiscard]] DevicePool* pool_of(ContextHandle context);
   [[nodiscard]] DevicePool* make_pool(ContextHandle context);
-  [[nodiscard]] DevicePool* pool_holding(DevicePointer address) const noexcept;
+  [[nodiscard]] DevicePool* pool_holding(DevicePointer address) const noexcept {
+    const std::uint32_t count = made_count_.load(std::memory_order_acquire);
+    for (std::uint32_t i = 0; i < count; ++i) {
+      DevicePool* pool = made_[i].load(std::memory_order_relaxed);
+      if (pool->device->holds(address)) return pool;
+    }
+    return nullptr;
+  }
   [[nodiscard]] DevicePool* pool_standing_for(PoolHandle pool) const noexcept;
   [[nodiscard]] CallResult free_in(DevicePool& pool, StreamName stream, DevicePointer address);
   void free_deferred();
@@ -92,7 +103,10 @@ class StreamPools {
   void close(DevicePool& pool, std::string_view why) noexcept;
 
   std::array<std::atomic<DevicePool*>, kMostDevices> pools_{};  // by device; never destroyed
-  std::array<std::atomic<bool>, kMostDevices> other_pool_{};    // the device's pool is one of the guest's
+  std::array<std::atomic<DevicePool*>, kMostDevices>
+      made_{};  // the same without gaps, for look-ups by address
+  std::atomic<std::uint32_t> made_count_{0};
+  std::array<std::atomic<bool>, kMostDevices> other_pool_{};  // the device's pool is one of the guest's
   std::atomic<bool> any_{false};
   std::atomic<std::uint64_t> generation_{1};  // of what threads remember of streams
   std::atomic<std::uint32_t> captures_{0};
