@@ -32,6 +32,8 @@ class GuestDevice final : public Device {
   [[nodiscard]] bool holds(DevicePointer address) const {
     return address - base_.load(std::memory_order_relaxed) < bytes_.load(std::memory_order_relaxed);
   }
+  [[nodiscard]] DevicePointer reserved_at() const { return base_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t reserved_bytes() const { return bytes_.load(std::memory_order_relaxed); }
   // Lets another device reach what is mapped now and later.
   [[nodiscard]] CallResult grant(DeviceOrdinal other);
 

@@ -66,8 +66,10 @@ void see_launch(const Launch& launch) noexcept {
   const StreamPools& pools = stream_pools();
   if (!pools.any()) return;
   std::uint64_t blocks = 0;
-  const Readable readable = each_parameter_word(
-      launch, the_layouts, [&](std::uint64_t word) { blocks += pools.find(word).has_value() ? 1 : 0; });
+  const StreamPools::Span span = pools.span();
+  const Readable readable = each_parameter_word(launch, the_layouts, [&](std::uint64_t word) {
+    if (span.may_hold(word)) blocks += pools.find(word).has_value() ? 1 : 0;
+  });
   if (readable == Readable::kYes) {
     metrics().add<Metric::kLaunches>(1);
     metrics().add<Metric::kLaunchBlocks>(blocks);

@@ -114,6 +114,13 @@ StreamPools::DevicePool* StreamPools::make_pool(ContextHandle context) {
   pools_[index].store(made, std::memory_order_release);
   const std::uint32_t place = made_count_.load(std::memory_order_relaxed);
   made_[place].store(made, std::memory_order_relaxed);
+  // Wider first where it grows downwards: what was inside stays inside for a reader in between.
+  const Span before = span();
+  const Span own{made->device->reserved_at(), made->device->reserved_bytes()};
+  const DevicePointer first = before.bytes == 0 ? own.first : std::min(before.first, own.first);
+  const DevicePointer end = std::max(before.first + before.bytes, own.first + own.bytes);
+  span_bytes_.store(std::max<std::uint64_t>(end - first, before.bytes), std::memory_order_relaxed);
+  span_first_.store(first, std::memory_order_relaxed);
   made_count_.store(place + 1, std::memory_order_release);
   any_.store(true, std::memory_order_release);
   return made;

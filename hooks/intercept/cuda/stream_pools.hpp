@@ -49,6 +49,15 @@ class StreamPools {
     if (pool == nullptr) return std::nullopt;
     return pool->pool->find(reinterpret_cast<const std::byte*>(address));
   }
+  // Addresses outside of this lie in no pool. Empty while there is none.
+  struct Span {
+    DevicePointer first = 0;
+    std::uint64_t bytes = 0;
+    [[nodiscard]] bool may_hold(DevicePointer address) const { return address - first < bytes; }
+  };
+  [[nodiscard]] Span span() const noexcept {
+    return {span_first_.load(std::memory_order_relaxed), span_bytes_.load(std::memory_order_relaxed)};
+  }
   [[nodiscard]] bool any() const noexcept { return any_.load(std::memory_order_relaxed); }
 
   // Whether the pool of the current device stands for this one of the driver's.
@@ -106,6 +115,8 @@ class StreamPools {
   std::array<std::atomic<DevicePool*>, kMostDevices>
       made_{};  // the same without gaps, for look-ups by address
   std::atomic<std::uint32_t> made_count_{0};
+  std::atomic<DevicePointer> span_first_{0};
+  std::atomic<std::uint64_t> span_bytes_{0};
   std::array<std::atomic<bool>, kMostDevices> other_pool_{};  // the device's pool is one of the guest's
   std::atomic<bool> any_{false};
   std::atomic<std::uint64_t> generation_{1};  // of what threads remember of streams
