@@ -83,6 +83,14 @@ JOBS = [
     panel("Passed through and worked around", "ops", [
         ("sum by (call_group) (rate(terrace_passthrough_calls_total{%s}[$__rate_interval]))" % JOB, "passed through: {{call_group}}"),
         ("sum by (point) (rate(terrace_faults_total{%s}[$__rate_interval]))" % JOB, "fault: {{point}}")]),
+    panel("Kernel launches", "ops", [("sum(rate(terrace_launches_total{%s}[$__rate_interval]))" % JOB, "read"),
+                                     ("sum(rate(terrace_opaque_launches_total{%s}[$__rate_interval]))" % JOB, "not readable"),
+                                     ("sum(rate(terrace_launch_blocks_total{%s}[$__rate_interval]))" % JOB, "blocks named")]),
+    panel("Allocations refused", "Bps", [("sum(rate(terrace_refused_bytes_total{%s}[$__rate_interval]))" % JOB, "bytes"),
+                                         ("sum(rate(terrace_refused_allocations_total{%s}[$__rate_interval]))" % JOB, "allocations")]),
+    panel("Error of 8-bit spills", "none", [("max(terrace_spill_error_mean_ppm{%s})" % JOB, "mean"),
+                                            ("max(terrace_spill_error_largest_ppm{%s})" % JOB, "largest")],
+          text="In millionths; 0 where nothing is packed."),
     panel("Blocks allocated", "ops", [("sum by (tier) (rate(terrace_allocations_total{%s}[$__rate_interval]))" % JOB, "{{tier}}")]),
 ]
 NODES = [

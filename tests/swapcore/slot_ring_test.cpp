@@ -146,7 +146,7 @@ TEST(SlotRing, WhatIsExpectedKeepsItsSlot) {
   ASSERT_TRUE(ring.ring->expect(back));
   EXPECT_EQ(ring.ring->counters().fetches, 2U) << "no slot is free of what comes sooner";
   const auto uses = [](StreamedOutcome outcome) {
-    return metrics().value<Metric::kStreamedUses>(CopyReason::kFetch, outcome);
+    return metrics().value<Metric::kStreamedUses>(CopyReason::kOptimizer, outcome);
   };
   const std::uint64_t found = uses(StreamedOutcome::kFound), loaded = uses(StreamedOutcome::kLoaded);
   ASSERT_TRUE(ring.work_on(1, SlotRing::Use::kRead));
