@@ -248,11 +248,11 @@ API cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, s
     *bytes = kFirst[index][1];
     return kSuccess;
   }
-  const auto many = reinterpret_cast<std::uintptr_t>(function) - 0x100;
-  if (many < 0x100) {
+  const auto structure = reinterpret_cast<std::uintptr_t>(function) - 0x1000;
+  if (structure < 0x1000) {
     *offset = index * 8;
-    *bytes = 8;
-    return index < many ? kSuccess : kInvalidValue;
+    *bytes = index < 6 ? 8 : structure * 8;
+    return index < 7 ? kSuccess : kInvalidValue;
   }
   return function == reinterpret_cast<void*>(0x12) ? kInvalidValue : kInvalidHandle;
 }

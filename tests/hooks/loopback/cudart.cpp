@@ -21,15 +21,10 @@ namespace {
 using Pointer = unsigned long long;
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, int*);
 
-#ifdef LOOPBACK_LINKED
-extern "C" int cuGetProcAddress_v2(const char*, void**, int, unsigned long long, int*);
-GetProcAddress proc_address() { return &cuGetProcAddress_v2; }
-#else
 GetProcAddress proc_address() {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   return reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
 }
-#endif
 
 void* driver_function(const char* name, unsigned long long flags) {
   static const GetProcAddress ask = proc_address();
