@@ -46,7 +46,8 @@ bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
     if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device) > 0_B &&
         grow(account, device, bytes))
       return true;
-    refused(account, bytes);
+    // A pool that meets the wall passes the call on: what the guest is refused is counted there.
+    if (reclaim == Reclaim::kAllowed) refused(account, bytes);
     return false;
   } catch (...) {  // no memory for our own notes: the driver decides
     account.charged.fetch_add(bytes.count());
