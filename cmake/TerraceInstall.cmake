@@ -14,7 +14,9 @@ set_target_properties(terrace_c PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 
 install(TARGETS terrace_c terrace_preload LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 
 # libterrace.a: the C interface and the layers under it in one archive, which is also what C++ programs link.
-add_library(terrace_c_archive STATIC ${PROJECT_SOURCE_DIR}/hooks/c_abi/c_abi.cpp)
+get_target_property(c_sources terrace_c SOURCES)
+list(TRANSFORM c_sources PREPEND ${PROJECT_SOURCE_DIR}/hooks/)
+add_library(terrace_c_archive STATIC ${c_sources})
 target_link_libraries(terrace_c_archive PRIVATE terrace_swapcore)
 target_compile_definitions(terrace_c_archive PRIVATE TERRACE_VERSION="${PROJECT_VERSION}")
 set(archived terrace_c_archive terrace_swapcore terrace_allocator terrace_runtime terrace_base)
@@ -27,6 +29,9 @@ file(GENERATE OUTPUT ${staged}/merge.mri CONTENT "${merge}")
 add_custom_command(OUTPUT ${staged}/libterrace.a COMMAND ${CMAKE_AR} -M < ${staged}/merge.mri
                    DEPENDS ${archived} ${jemalloc_archive} ${staged}/merge.mri)
 install(FILES ${staged}/libterrace.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
+
+# The PyTorch plugin, where `terrace run` looks for it (daemon/python_start.hpp).
+install(DIRECTORY ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/terrace_python DESTINATION lib PATTERN __pycache__ EXCLUDE)
 
 # ---------------------------------------------------------------- headers
 
@@ -48,7 +53,7 @@ function(install_headers_reached)
     install(FILES ${PROJECT_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/terrace/${folder})
   endwhile()
 endfunction()
-install_headers_reached(hooks/c_abi/terrace.h swapcore/session.hpp)
+install_headers_reached(hooks/c_abi/terrace.h hooks/c_abi/terrace_stash.h swapcore/session.hpp)
 install(FILES ${package_folder}/terrace.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/terrace)
 
 # ---------------------------------------------------------------- find_package and pkg-config
@@ -129,7 +134,8 @@ add_custom_command(OUTPUT ${staged}/copyright DEPENDS ${terms}
                    COMMAND ${Python3_EXECUTABLE} ${package_folder}/terms.py ${terms} > ${staged}/copyright)
 install(FILES ${staged}/changelog.gz ${staged}/copyright DESTINATION ${documents})
 
-add_custom_target(package_contents DEPENDS terrace terraced terrace_c terrace_preload ${staged}/libterrace.a ${printed_files}
+add_custom_target(package_contents DEPENDS terrace terraced terrace_c terrace_preload terrace_python
+                                           ${staged}/libterrace.a ${printed_files}
                                            ${staged}/changelog.gz ${staged}/copyright)
 
 # ---------------------------------------------------------------- cpack

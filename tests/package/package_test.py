@@ -20,6 +20,7 @@ EXPECTED = [
     r"usr/bin/terrace", r"usr/bin/terraced", r"usr/lib/.*libterrace_preload\.so", r"usr/lib/.*libterrace\.so\.\d+\.\d+\.\d+",
     r"usr/lib/.*libterrace\.so", r"usr/lib/.*libterrace\.a", r"usr/include/terrace/terrace\.h",
     r"usr/include/terrace/hooks/c_abi/terrace\.h", r"usr/include/terrace/swapcore/session\.hpp",
+    r"usr/include/terrace/hooks/c_abi/terrace_stash\.h", r"usr/lib/terrace_python/terrace/torch/plugin\.py",
     r"usr/lib/.*cmake/Terrace/TerraceConfig\.cmake", r"usr/lib/.*pkgconfig/terrace\.pc",
     r"usr/lib/.*pkgconfig/terrace-swapcore\.pc", r"usr/share/man/man1/terrace\.1\.gz", r"usr/share/man/man8/terraced\.8\.gz",
     r"usr/share/man/man5/terrace\.toml\.5\.gz", r"usr/lib/systemd/system/terraced\.service",
@@ -182,8 +183,9 @@ class Package(unittest.TestCase):
         socket = self.folder / "s"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TERRACE_", "LD_PRELOAD"))}
         shown = run([self.root / "usr/bin/terrace", "run", "--socket", socket, "--listen", "127.0.0.1:0", "--",
-                     "sh", "-c", f"echo $LD_PRELOAD; {self.root}/usr/bin/terrace status --json"], env=environment)
+                     "sh", "-c", f"echo $LD_PRELOAD; echo $PYTHONPATH; {self.root}/usr/bin/terrace status --json"], env=environment)
         self.assertIn(f"{self.libraries}/libterrace_preload.so", shown)
+        self.assertIn(f"{self.root}/usr/lib/terrace_python/start", shown)
         self.assertIn(f'"socket":"{socket}"', shown)
 
     def test_removed_it_leaves_nothing(self):
