@@ -42,7 +42,8 @@ TEST(Residency, ASpilledEntryFreesHbmAndReturnsTheSameBytes) {
   ASSERT_TRUE(tiers.store->spill(key(0)));
   EXPECT_EQ(*tiers.store->state(key(0)), Residency::kLeaving);
   const auto held = [&](KeptState state) {
-    const auto& outputs = tiers.store->bytes_by_state()[static_cast<std::size_t>(EntryKey::What::kOutput)];
+    const auto all = tiers.store->bytes_by_state();
+    const auto& outputs = all[static_cast<std::size_t>(EntryKey::What::kOutput)];
     return std::pair(outputs.hbm[static_cast<std::size_t>(state)],
                      outputs.ddr[static_cast<std::size_t>(state)]);
   };
