@@ -28,11 +28,14 @@ void StablePager::serve(const std::stop_token& stop) {
   }
 }
 
+// What awaits room is looked at before the room: if it takes some in between, that is missing twice, and one
+// block more makes way. The other way round it would be counted as free.
 StablePager::Pages StablePager::pages() const {
-  Pages pages{.blocks = {}, .room = space_.hbm_room(), .leaving = {}};
+  Pages pages{};
+  Bytes awaited;
   for (const StableSpace::View& view : space_.blocks()) {
     if (view.leaving) pages.leaving.push_back(view.at);
-    if (view.awaits_room) pages.room = saturating_sub(pages.room, view.size);
+    if (view.awaits_room) awaited += view.size;
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
                             .in_hbm = view.place == Place::kHbm,
@@ -40,6 +43,7 @@ StablePager::Pages StablePager::pages() const {
                             .next = schedule_.until_next(view.number),
                             .last_use = view.last_use});
   }
+  pages.room = saturating_sub(space_.hbm_room(), awaited);
   return pages;
 }
 
