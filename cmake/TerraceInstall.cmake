@@ -2,7 +2,7 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-# Tests and benchmarks are no part of it: `cmake --build . --target package_contents` builds what is.
+# Tests and benchmarks are no part of it: the target package_contents builds what is.
 set(package_folder ${PROJECT_SOURCE_DIR}/cmake/package)
 set(staged ${PROJECT_BINARY_DIR}/package)
 set(documents ${CMAKE_INSTALL_DATADIR}/doc/terrace)
@@ -134,7 +134,7 @@ add_custom_command(OUTPUT ${staged}/copyright DEPENDS ${terms}
                    COMMAND ${Python3_EXECUTABLE} ${package_folder}/terms.py ${terms} > ${staged}/copyright)
 install(FILES ${staged}/changelog.gz ${staged}/copyright DESTINATION ${documents})
 
-add_custom_target(package_contents DEPENDS terrace terraced terrace_c terrace_preload terrace_python
+add_custom_target(package_contents ALL DEPENDS terrace terraced terrace_c terrace_preload terrace_python
                                            ${staged}/libterrace.a ${printed_files}
                                            ${staged}/changelog.gz ${staged}/copyright)
 
