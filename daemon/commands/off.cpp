@@ -26,7 +26,8 @@ void add_off(CLI::App& app, Invocation& invocation) {
   CLI::App* command =
       app.add_subcommand("off", "Switch Terrace off for a live process: its new work goes without");
   command->add_option("pid", options->pid, "The process, as `terrace status` lists it")->required();
-  command->add_flag_callback("--undo", [options] { options->course = Course::kTiering; }, "Switch it on again");
+  command->add_flag_callback(
+      "--undo", [options] { options->course = Course::kTiering; }, "Switch it on again");
   add_daemon_options(*command, options->daemon);
   command->callback([options, &invocation] { invocation.exit_code = steer(*options); });
 }
