@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "hooks/intercept/wall.hpp"
+#include "runtime/errno_kept.hpp"
 #include "runtime/trace/recorder.hpp"
 
 namespace terrace::hooks {
@@ -14,17 +15,6 @@ constinit Recorder the_recorder;
 
 // Who an allocation serves isn't known at this boundary.
 constexpr Pool kUnknownPurpose = Pool::kScratch;
-
-class ErrnoKept {
- public:
-  ErrnoKept() noexcept : kept_(errno) {}
-  ~ErrnoKept() { errno = kept_; }
-  ErrnoKept(const ErrnoKept&) = delete;
-  ErrnoKept& operator=(const ErrnoKept&) = delete;
-
- private:
-  int kept_;
-};
 
 // The trace tells blocks apart by address; handles of physical memory are no addresses, and never equal one.
 const void* address_in_trace(AllocationKey key) { return reinterpret_cast<const void*>(key); }

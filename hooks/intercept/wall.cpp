@@ -7,6 +7,7 @@
 
 #include "hooks/intercept/hook_settings.hpp"
 #include "hooks/intercept/notice.hpp"
+#include "runtime/errno_kept.hpp"
 #include "runtime/metrics.hpp"
 
 namespace terrace::hooks {
@@ -18,17 +19,6 @@ constinit Wall the_wall;
 constexpr std::chrono::milliseconds kPatience{2000};
 // What a lease grows by at least: a share of the budget, so that a job asks the daemon seldom.
 constexpr std::uint64_t kStepShare = 64;
-
-class ErrnoKept {
- public:
-  ErrnoKept() noexcept : kept_(errno) {}
-  ~ErrnoKept() { errno = kept_; }
-  ErrnoKept(const ErrnoKept&) = delete;
-  ErrnoKept& operator=(const ErrnoKept&) = delete;
-
- private:
-  int kept_;
-};
 
 }  // namespace
 

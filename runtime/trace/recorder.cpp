@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "runtime/clock.hpp"
+#include "runtime/errno_kept.hpp"
 #include "runtime/trace/live_ids.hpp"
 #include "runtime/trace/recording_file.hpp"
 
@@ -29,17 +30,6 @@ using detail::RecorderState;
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr Nanoseconds kFlushEvery = std::chrono::milliseconds(20);
 constexpr int kExitPatience = 1000;  // turns given to another thread that holds the lock at exit
-
-class ErrnoKept {
- public:
-  ErrnoKept() noexcept : kept_(errno) {}
-  ~ErrnoKept() { errno = kept_; }
-  ErrnoKept(const ErrnoKept&) = delete;
-  ErrnoKept& operator=(const ErrnoKept&) = delete;
-
- private:
-  int kept_;
-};
 
 // Every member is under the mutex. Constant-initialised and never destroyed: it serves the process's first
 // call and its last.
