@@ -226,12 +226,17 @@ bool CopyQueue::urgent_waits() const {
   });
 }
 
+// Its next chunk; the job's ticket says how that went.
+void CopyQueue::send_background(const CopyJobRef& job) {
+  const Status sent = send(kBackgroundLane, job, parts_.options.chunk, job->ready);
+  if (sent.ok() && !job->held && job->on_done != nullptr) watch(lanes_[kBackgroundLane]);
+}
+
 void CopyQueue::dispatch() {
   while (!held_.empty() && !failed_ && room_for(*held_.front()) && cap_.open(now())) {
     if (urgent_waits()) break;
     const CopyJobRef job = held_.front();
-    if (!send(kBackgroundLane, job, parts_.options.chunk, job->ready).ok()) continue;  // its ticket says so
-    if (!job->held && job->on_done != nullptr) watch(lanes_[kBackgroundLane]);
+    send_background(job);
   }
   if (held_.empty()) return;
   watch(lanes_[kBackgroundLane]);
@@ -339,13 +344,11 @@ Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
     if (!behind.ok()) return behind;
   }
   held_.push_back(job);
+  // Not asked again whether it may go out: the lane waits for `after` already, and must not do so with
+  // nothing of the job in it, where others would take it for free.
+  if (at_once) send_background(job);
   dispatch();
   if (job->error) return *job->error;
-  // An urgent copy may have become ready since: then nothing went out, and who promotes the job comes past
-  // the lane that waits.
-  if (at_once && after != Event{} && job->held && job->in_flight == 0) {
-    if (Status behind = gate(*job, after); !behind.ok()) return behind;
-  }
   if (first && !held_.empty()) parts_.bell->ring();  // from now on it is the thread's to send the rest
   return {};
 }

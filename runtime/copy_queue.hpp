@@ -154,6 +154,7 @@ class CopyQueue {
   void retire(LaneId lane_id);
   void renew_streams();
   void dispatch();
+  void send_background(const CopyJobRef& job);
   [[nodiscard]] bool room_for(const CopyJob& job) const;
   [[nodiscard]] bool behind_the_gate_of_another(const CopyJob& job) const;
   [[nodiscard]] bool urgent_waits() const;
