@@ -295,7 +295,8 @@ TEST_F(CopyQueueTest, ALaneThatWaitsForAnEventIsNeverTakenForFree) {
   counting_->let_all();
   ASSERT_TRUE(behind.synchronize().ok());
   ASSERT_TRUE(moving.synchronize().ok());
-  ASSERT_TRUE(submit(background(), down(2)).synchronize().ok()) << "it waits for no event, whichever are shut";
+  ASSERT_TRUE(submit(background(), down(2)).synchronize().ok())
+      << "it waits for no event, whichever are shut";
   EXPECT_FALSE(gated.done());
   gate.open();
   ASSERT_TRUE(gated.synchronize().ok());
