@@ -37,6 +37,9 @@ namespace {
 static_assert(TERRACE_SCRATCH == static_cast<int>(Pool::kScratch) && kPoolCount == TERRACE_SCRATCH + 1);
 static_assert(TERRACE_SCAN == static_cast<int>(SiteKind::kScan) && kSiteKindCount == TERRACE_SCAN + 1);
 
+static_assert(TERRACE_F32 == static_cast<int>(Element::kF32) &&
+              TERRACE_BF16 == static_cast<int>(Element::kBf16));
+
 constexpr std::int32_t kLayersMost = 1 << 16;
 constexpr std::uint64_t kDefaultEmulatedHbm = std::uint64_t{4} << 30;
 
@@ -52,6 +55,22 @@ terrace_result on_session(terrace_session* session, Work work) noexcept {
     return TERRACE_OK;
   });
 }
+
+terrace_result offer(terrace_session* session, terrace_key key, const terrace_block* output,
+                     Element element) noexcept {
+  if (session == nullptr) return null_session();
+  if (output == nullptr || output->owner != session)
+    return bad_argument("the output is no block of this session");
+  if (key.site >= session->sites) return bad_argument("the site is not declared");
+  return guarded([&] {
+    if (!session->offered.emplace(key.site, key.micro_batch).second)
+      return bad_argument("this output was offered already in this step; fetch it or end the step first");
+    session->session->offer({{key.site}, key.micro_batch}, output->held, element);
+    return TERRACE_OK;
+  });
+}
+
+SaveKey save_key(const terrace_save_key& key) noexcept { return {key.layer, key.micro_batch, key.slot}; }
 
 terrace_result hand_out(terrace_session* session, BlockRef held, terrace_block** block) {
   *block = new terrace_block{session, std::move(held)};
@@ -200,6 +219,15 @@ terrace_result terrace_enter_backward(terrace_session* session, int32_t layer, u
   if (!is_layer(layer)) return bad_layer();
   return on_session(session, [&](Session& s) { s.enter_backward(layer, micro_batch); });
 }
+terrace_result terrace_enter_update(terrace_session* session) {
+  return on_session(session, [](Session& s) { s.enter_update(); });
+}
+terrace_result terrace_cancel_step(terrace_session* session) {
+  return on_session(session, [&](Session& s) {
+    session->offered.clear();
+    s.cancel_step();
+  });
+}
 terrace_result terrace_end_step(terrace_session* session) {
   return on_session(session, [&](Session& s) {
     session->offered.clear();
@@ -208,16 +236,19 @@ terrace_result terrace_end_step(terrace_session* session) {
 }
 
 terrace_result terrace_offer(terrace_session* session, terrace_key key, const terrace_block* output) {
+  return offer(session, key, output, Element::kOpaque);
+}
+terrace_result terrace_offer_numbers(terrace_session* session, terrace_key key, const terrace_block* output,
+                                     terrace_element element) {
+  if (static_cast<unsigned>(element) > TERRACE_BF16)
+    return bad_argument("the element is not one of terrace_element");
+  return offer(session, key, output, static_cast<Element>(element));
+}
+
+terrace_result terrace_changed(terrace_session* session, terrace_key key) {
   if (session == nullptr) return null_session();
-  if (output == nullptr || output->owner != session)
-    return bad_argument("the output is no block of this session");
   if (key.site >= session->sites) return bad_argument("the site is not declared");
-  return guarded([&] {
-    if (!session->offered.emplace(key.site, key.micro_batch).second)
-      return bad_argument("this output was offered already in this step; fetch it or end the step first");
-    session->session->offer({{key.site}, key.micro_batch}, output->held);
-    return TERRACE_OK;
-  });
+  return on_session(session, [&](Session& s) { s.changed({{key.site}, key.micro_batch}); });
 }
 
 terrace_result terrace_fetch(terrace_session* session, terrace_key key, terrace_block** output) {
@@ -229,6 +260,25 @@ terrace_result terrace_fetch(terrace_session* session, terrace_key key, terrace_
     session->offered.erase({key.site, key.micro_batch});
     BlockRef found = session->session->fetch({{key.site}, key.micro_batch});
     return found ? hand_out(session, std::move(found), output) : TERRACE_OK;
+  });
+}
+
+terrace_result terrace_save(terrace_session* session, terrace_save_key key, const terrace_block* activation) {
+  if (session == nullptr) return null_session();
+  if (activation == nullptr || activation->owner != session)
+    return bad_argument("the activation is no block of this session");
+  if (!is_layer(key.layer)) return bad_layer();
+  return guarded([&] { return result_of(session->session->save(save_key(key), activation->held)); });
+}
+terrace_result terrace_load(terrace_session* session, terrace_save_key key, terrace_block** activation) {
+  if (activation == nullptr) return bad_argument("there is no place for the activation; pass its address");
+  *activation = nullptr;
+  if (session == nullptr) return null_session();
+  if (!is_layer(key.layer)) return bad_layer();
+  return guarded([&] {
+    auto loaded = session->session->load(save_key(key));
+    if (!loaded) return failed(loaded.error());
+    return hand_out(session, *std::move(loaded), activation);
   });
 }
 

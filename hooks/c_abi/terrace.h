@@ -53,6 +53,9 @@ typedef enum terrace_site_kind {
   TERRACE_SCAN = 3
 } terrace_site_kind;
 
+/* What an output is made of; numbers may travel packed where swapcore.spill_format says so. */
+typedef enum terrace_element { TERRACE_OPAQUE = 0, TERRACE_F32 = 1, TERRACE_BF16 = 2 } terrace_element;
+
 typedef struct terrace_options {
   size_t struct_size;
   const char* device;      /* "auto", "cuda" or "emulated" */
@@ -76,6 +79,13 @@ typedef struct terrace_key {
   uint32_t site;
   uint32_t micro_batch;
 } terrace_key;
+
+/* A saved activation that must come back; `slot` tells several of a layer apart. */
+typedef struct terrace_save_key {
+  int32_t layer;
+  uint32_t micro_batch;
+  uint32_t slot;
+} terrace_save_key;
 
 typedef struct terrace_counters {
   size_t struct_size;
@@ -120,15 +130,34 @@ TERRACE_API terrace_result terrace_enter_forward(terrace_session* session, int32
 TERRACE_API terrace_result terrace_enter_head(terrace_session* session, uint32_t micro_batch);
 TERRACE_API terrace_result terrace_enter_backward(terrace_session* session, int32_t layer,
                                                   uint32_t micro_batch);
+/* Behind the last backward: the optimizer. */
+TERRACE_API terrace_result terrace_enter_update(terrace_session* session);
+/* What was offered or saved and not asked for is released. */
 TERRACE_API terrace_result terrace_end_step(terrace_session* session);
+/* Gives up on the step that runs, with all that was offered or saved in it; nothing where none runs. */
+TERRACE_API terrace_result terrace_cancel_step(terrace_session* session);
 
 /* Forward: a site's output, computed on the session's stream and never written again. The hold stays the
  * caller's, to be released as usual. Outside of a step nothing is kept. */
 TERRACE_API terrace_result terrace_offer(terrace_session* session, terrace_key key,
                                          const terrace_block* output);
+/* The same of an output of numbers. */
+TERRACE_API terrace_result terrace_offer_numbers(terrace_session* session, terrace_key key,
+                                                 const terrace_block* output, terrace_element element);
+/* The output has been written since it was offered, so that its fetch must be a miss. */
+TERRACE_API terrace_result terrace_changed(terrace_session* session, terrace_key key);
 /* Recompute: a hold on the bytes that were offered, ready on the stream; null: a miss, so compute it. Where
  * shapes may have changed since, compare terrace_block_bytes. */
 TERRACE_API terrace_result terrace_fetch(terrace_session* session, terrace_key key, terrace_block** output);
+
+/* Keeps an activation until it is loaded: in HBM inside the policy's checkpoint budget, else as its
+ * contingency says. The hold stays the caller's. TERRACE_INVALID_ARGUMENT: saved before, and not loaded. */
+TERRACE_API terrace_result terrace_save(terrace_session* session, terrace_save_key key,
+                                        const terrace_block* activation);
+/* A hold on the same bytes, perhaps elsewhere, ready on the stream. TERRACE_NOT_FOUND: never saved, or loaded
+ * already. On failure *activation is null. */
+TERRACE_API terrace_result terrace_load(terrace_session* session, terrace_save_key key,
+                                        terrace_block** activation);
 
 /* Fills what counters->struct_size covers. */
 TERRACE_API terrace_result terrace_read_counters(terrace_session* session, terrace_counters* counters);

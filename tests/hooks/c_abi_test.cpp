@@ -135,6 +135,67 @@ TEST_F(CAbi, AStepThatNeverEndedIsGivenUpByTheNext) {
   terrace_release(held);
 }
 
+TEST_F(CAbi, AnOutputThatHasChangedSinceIsAMiss) {
+  const std::uint32_t fc1 = site("layer.0.fc1", 0);
+  for (int step = 0; step < 5; ++step) {
+    const bool measured = step < 3, changed = step == 4;
+    ASSERT_EQ(terrace_begin_step(session_), TERRACE_OK);
+    ASSERT_EQ(terrace_enter_forward(session_, 0, 0), TERRACE_OK);
+    terrace_block* output = block(kMiB);
+    ASSERT_EQ(terrace_offer_numbers(session_, {fc1, 0}, output, TERRACE_BF16), TERRACE_OK);
+    terrace_release(output);
+    if (changed) {
+      ASSERT_EQ(terrace_changed(session_, {fc1, 0}), TERRACE_OK);
+    }
+    ASSERT_EQ(terrace_enter_head(session_, 0), TERRACE_OK);
+    ASSERT_EQ(terrace_enter_backward(session_, 0, 0), TERRACE_OK);
+    terrace_block* fetched = nullptr;
+    ASSERT_EQ(terrace_fetch(session_, {fc1, 0}, &fetched), TERRACE_OK);
+    if (!measured) {
+      EXPECT_EQ(fetched == nullptr, changed) << "everything fits, so outputs are kept";
+    }
+    terrace_release(fetched);
+    ASSERT_EQ(terrace_enter_update(session_), TERRACE_OK);
+    ASSERT_EQ(terrace_end_step(session_), TERRACE_OK);
+  }
+  EXPECT_EQ(terrace_changed(session_, {7, 0}), TERRACE_INVALID_ARGUMENT);
+}
+
+TEST_F(CAbi, WhatIsSavedComesBackOnce) {
+  ASSERT_EQ(terrace_begin_step(session_), TERRACE_OK);
+  terrace_block* saved = block(kMiB);
+  ASSERT_EQ(terrace_synchronize(session_), TERRACE_OK);
+  std::memset(terrace_block_address(saved), 7, kMiB);
+  ASSERT_EQ(terrace_save(session_, {0, 0, 1}, saved), TERRACE_OK) << terrace_last_error();
+  EXPECT_EQ(terrace_save(session_, {0, 0, 1}, saved), TERRACE_INVALID_ARGUMENT);
+  EXPECT_EQ(terrace_save(session_, {-1, 0, 1}, saved), TERRACE_INVALID_ARGUMENT);
+  terrace_release(saved);
+  terrace_block* loaded = nullptr;
+  ASSERT_EQ(terrace_load(session_, {0, 0, 1}, &loaded), TERRACE_OK) << terrace_last_error();
+  ASSERT_EQ(terrace_synchronize(session_), TERRACE_OK);
+  EXPECT_EQ(static_cast<const unsigned char*>(terrace_block_address(loaded))[kMiB - 1], 7);
+  terrace_release(loaded);
+  EXPECT_EQ(terrace_load(session_, {0, 0, 1}, &loaded), TERRACE_NOT_FOUND);
+  EXPECT_EQ(loaded, nullptr);
+}
+
+TEST_F(CAbi, ACancelledStepKeepsNothing) {
+  const std::uint32_t fc1 = site("layer.0.fc1", 0);
+  ASSERT_EQ(terrace_begin_step(session_), TERRACE_OK);
+  terrace_block* output = block(kMiB);
+  ASSERT_EQ(terrace_offer(session_, {fc1, 0}, output), TERRACE_OK);
+  ASSERT_EQ(terrace_save(session_, {0, 0, 0}, output), TERRACE_OK);
+  ASSERT_EQ(terrace_cancel_step(session_), TERRACE_OK);
+  terrace_block* loaded = nullptr;
+  EXPECT_EQ(terrace_load(session_, {0, 0, 0}, &loaded), TERRACE_NOT_FOUND);
+  ASSERT_EQ(terrace_begin_step(session_), TERRACE_OK);
+  EXPECT_EQ(terrace_offer(session_, {fc1, 0}, output), TERRACE_OK) << "another step, offered anew";
+  EXPECT_EQ(terrace_offer_numbers(session_, {fc1, 1}, output, static_cast<terrace_element>(3)),
+            TERRACE_INVALID_ARGUMENT);
+  terrace_release(output);
+  ASSERT_EQ(terrace_end_step(session_), TERRACE_OK);
+}
+
 TEST_F(CAbi, ItDoesNotCloseUnderHeldBlocks) {
   terrace_block* held = block(kMiB);
   EXPECT_EQ(terrace_close(session_), TERRACE_INVALID_ARGUMENT);
