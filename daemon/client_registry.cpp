@@ -19,6 +19,19 @@ void for_each_slot(Use use) {
   }
 }
 
+// Where the fetches of a group add up in its job: the job's labels are bounded.
+SiteGroups::Counts& group_in(GroupFetches& groups, const std::string& name) {
+  const bool room = groups.contains(name) || groups.size() < SiteGroups::kOther;
+  return groups[room ? name : SiteGroups::kOtherName];
+}
+
+void add_groups(GroupFetches& to, const GroupFetches& from) {
+  for (const auto& [name, counts] : from) {
+    SiteGroups::Counts& sums = group_in(to, name);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = add_saturating(sums[i], counts[i]);
+  }
+}
+
 }  // namespace
 
 ClientRegistry::ClientRegistry(const Options& options)
@@ -87,21 +100,32 @@ void ClientRegistry::refresh(Client& client) {
     const std::uint64_t now = client.page->raw(slot);
     value = info.type == MetricType::kCounter ? std::max(value, now) : now;
   });
+  GroupFetches groups;
+  for (const auto& [name, counts] : client.page->site_groups()) add_groups(groups, {{name, counts}});
+  for (const auto& [name, counts] : groups) {
+    SiteGroups::Counts& known = group_in(client.record.groups, name);
+    for (std::size_t i = 0; i < known.size(); ++i) known[i] = std::max(known[i], counts[i]);
+  }
 }
 
 // What a page had counted when its client ended, no longer part of the kept totals: the client is back.
-std::optional<SlotValues> ClientRegistry::take_back(std::uint64_t page, pid_t pid) {
+std::optional<ClientRegistry::Record> ClientRegistry::take_back(std::uint64_t page, pid_t pid) {
   const auto found = std::find_if(ended_.begin(), ended_.end(), [&](const Record& record) {
     return record.page == page && record.pid == pid;
   });
   if (found == ended_.end()) return std::nullopt;
-  const SlotValues values = found->values;
-  SlotValues& kept = kept_.at(found->job);
-  for_each_slot([&](const MetricInfo& info, std::size_t slot) {
-    if (info.type == MetricType::kCounter) kept[slot] -= std::min(kept[slot], values[slot]);
-  });
+  Record back = std::move(*found);
   ended_.erase(found);
-  return values;
+  Kept& kept = kept_.at(back.job);
+  for_each_slot([&](const MetricInfo& info, std::size_t slot) {
+    if (info.type == MetricType::kCounter)
+      kept.values[slot] -= std::min(kept.values[slot], back.values[slot]);
+  });
+  for (const auto& [name, counts] : back.groups) {
+    SiteGroups::Counts& sums = group_in(kept.groups, name);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] -= std::min(sums[i], counts[i]);
+  }
+  return back;
 }
 
 Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Process& process,
@@ -122,7 +146,7 @@ Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Pr
     return Error{Errc::kOutOfMemory,
                  "this user has its limit of " + std::to_string(kMaxClientsOfUser) + " clients"};
   joined.client = ClientId{next_client_++};
-  const std::optional<SlotValues> before = take_back(page->identity(), process.pid);
+  std::optional<Record> before = take_back(page->identity(), process.pid);
   Client client;
   client.record.client = joined.client.value;
   client.record.pid = process.pid;
@@ -132,7 +156,10 @@ Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Pr
   client.record.device = hello.device.view().empty() ? "0" : clean_job_name(hello.device.view());
   client.record.run = hello.run;
   client.record.page = page->identity();
-  if (before) client.record.values = *before;
+  if (before) {
+    client.record.values = before->values;
+    client.record.groups = std::move(before->groups);
+  }
   client.page = std::move(page);
   client.capacity = Bytes(hello.capacity);
   set_terms_of(client.record);
@@ -155,10 +182,12 @@ void ClientRegistry::end(ClientId id) {
   Record& record = found->second.record;
   record.leased = record.waiting = {};
   record.deaf = false;
-  SlotValues& kept = kept_.at(record.job);
+  Kept& kept = kept_.at(record.job);
   for_each_slot([&](const MetricInfo& info, std::size_t slot) {
-    if (info.type == MetricType::kCounter) kept[slot] = add_saturating(kept[slot], record.values[slot]);
+    std::uint64_t& sum = kept.values[slot];
+    if (info.type == MetricType::kCounter) sum = add_saturating(sum, record.values[slot]);
   });
+  add_groups(kept.groups, record.groups);
   ended_.push_front(std::move(record));
   if (ended_.size() > kMaxEnded) ended_.pop_back();
   clients_.erase(found);
@@ -227,7 +256,10 @@ Bytes ClientRegistry::leased(ClientId client, TierId tier) const {
 ClientRegistry::View ClientRegistry::view(Ended ended) {
   const std::lock_guard lock(mutex_);
   View view;
-  for (const auto& [label, kept] : kept_) view.jobs[label].values = kept;
+  for (const auto& [label, kept] : kept_) {
+    view.jobs[label].values = kept.values;
+    view.jobs[label].groups = kept.groups;
+  }
   for (auto& [id, client] : clients_) {
     refresh(client);
     client.record.leased = leased_by(id);
@@ -241,6 +273,7 @@ ClientRegistry::View ClientRegistry::view(Ended ended) {
       std::uint64_t& total = job.values[slot];
       total = info.type == MetricType::kPeak ? std::max(total, value) : add_saturating(total, value);
     });
+    add_groups(job.groups, client.record.groups);
     for (std::size_t tier = 0; tier < kTierCount; ++tier) job.leased[tier] += client.record.leased[tier];
     view.live.push_back(client.record);
   }

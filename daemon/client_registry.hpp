@@ -34,6 +34,7 @@ inline constexpr std::size_t kMaxClientsOfUser = 256;
 inline constexpr std::size_t kMaxEnded = 256;  // ended clients remembered one by one
 
 using SlotValues = std::array<std::uint64_t, kMetricSlots>;
+using GroupFetches = std::map<std::string, SiteGroups::Counts>;  // by name of the site group
 
 class ClientRegistry {
  public:
@@ -98,9 +99,11 @@ class ClientRegistry {
     bool deaf = false;
     Course course = Course::kTiering;
     SlotValues values{};
+    GroupFetches groups;
   };
   struct JobTotals {
     SlotValues values{};  // by slot, as the metric's type adds up
+    GroupFetches groups;  // at most SiteGroups::kRows
     TierAmounts leased;
     std::size_t clients = 0;
   };
@@ -130,15 +133,19 @@ class ClientRegistry {
   [[nodiscard]] TierAmounts leased_by(ClientId client) const;
   void refresh(Client& client);
   void end(ClientId client);
-  [[nodiscard]] std::optional<SlotValues> take_back(std::uint64_t page, pid_t pid);
+  [[nodiscard]] std::optional<Record> take_back(std::uint64_t page, pid_t pid);
 
   Limits limits_;  // under mutex_, as all below
   mutable std::mutex mutex_;
   LeaseBook book_;
   std::uint64_t next_client_ = 1;
   std::map<ClientId, Client> clients_;
-  std::deque<Record> ended_;                // the last ended first
-  std::map<std::string, SlotValues> kept_;  // counters of ended clients, for every label ever given out
+  std::deque<Record> ended_;  // the last ended first
+  struct Kept {
+    SlotValues values{};
+    GroupFetches groups;
+  };
+  std::map<std::string, Kept> kept_;  // counters of ended clients, for every label ever given out
   std::map<std::string, uid_t> label_owners_;
 };
 

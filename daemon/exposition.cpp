@@ -165,6 +165,19 @@ void Exposition::write_counted(std::string& text, const ClientRegistry::View& vi
   }
 }
 
+void Exposition::write_groups(std::string& text, const ClientRegistry::View& view) {
+  Family fetches(text, NodeMetric::kSiteGroupFetches);
+  for (const auto& [name, totals] : view.jobs) {
+    for (const auto& [group, counts] : totals.groups) {
+      for (std::size_t i = 0; i < counts.size(); ++i) {
+        const char* outcome = name_of(static_cast<FetchOutcome>(i));
+        fetches.line(label("job", name) + "," + label("group", group) + "," + label("outcome", outcome),
+                     counts[i]);
+      }
+    }
+  }
+}
+
 void Exposition::write_jobs(std::string& text, const ClientRegistry::View& view) {
   const Clock::time_point now = Clock::now();
   Family leases(text, NodeMetric::kLeaseBytes);
@@ -190,6 +203,7 @@ void Exposition::write(std::string& text) {
   std::erase_if(jobs_, [&](const auto& known) { return !view.jobs.contains(known.first); });
   text.reserve(text.size() + (view.jobs.size() + 1) * kMetricSlots * kLineEstimate);
   write_counted(text, view);
+  write_groups(text, view);
   write_jobs(text, view);
   write_devices(text, view);
   write_node(text, view);

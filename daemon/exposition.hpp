@@ -49,6 +49,7 @@ class Exposition {
   };
   [[nodiscard]] Job& job(const std::string& label);
   void write_counted(std::string& text, const ClientRegistry::View& view);
+  static void write_groups(std::string& text, const ClientRegistry::View& view);
   void write_jobs(std::string& text, const ClientRegistry::View& view);
 
   ClientRegistry& registry_;

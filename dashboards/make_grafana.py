@@ -71,6 +71,7 @@ JOBS = [
         ("sum by (direction) (rate(terrace_link_window_bytes_total{%s}[$__rate_interval])) / "
          "(sum by (direction) (rate(terrace_link_window_capacity_bytes_total{%s}[$__rate_interval])) > 0)" % (JOB, JOB), "{{direction}}")]),
     panel("Fetches by kind of site", "ops", [("sum by (kind, outcome) (rate(terrace_cache_fetches_total{%s}[$__rate_interval]))" % JOB, "{{kind}} {{outcome}}")], "stack"),
+    panel("Fetches by group of sites", "ops", [("sum by (group, outcome) (rate(terrace_site_group_fetches_total{%s}[$__rate_interval]))" % JOB, "{{group}} {{outcome}}")], "stack"),
     panel("Kept outputs and activations", "bytes", [("sum by (tier, content, state) (terrace_residency_bytes{%s,tier=~\"hbm|ddr\"})" % JOB, "{{content}} {{tier}} {{state}}")], "stack"),
     panel("Other ways than planned", "ops", [("sum by (reason) (rate(terrace_fallbacks_total{%s}[$__rate_interval]))" % JOB, "{{reason}}")], "stack"),
     panel("Evictions", "ops", [("sum(rate(terrace_cache_evictions_total{%s}[$__rate_interval]))" % JOB, "evictions")]),

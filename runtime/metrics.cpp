@@ -2,13 +2,19 @@
 
 #include <pthread.h>
 
+#include <mutex>
+#include <new>
+
 namespace terrace {
 namespace {
 
-constinit MetricsPage private_page;
+constinit MetricsPage private_page;  // and every name of a site group that this process has given
+constinit std::mutex naming;
 
-// A child shares the parent's mapped page after fork; what it counts is its own.
+// A child shares the parent's mapped page after fork; what it counts is its own. Another thread of the parent
+// may have held the lock.
 void start_again_in_child() {
+  new (&naming) std::mutex;
   private_page.clear();
   detail::live_page.store(&private_page, std::memory_order_release);
 }
@@ -226,6 +232,7 @@ const char* name_of(RingSlotState state) { return state == RingSlotState::kFree 
 
 void MetricsPage::clear() {
   for (Slot& slot : slots_) slot.store(0, std::memory_order_relaxed);
+  groups_.clear();
 }
 
 void MetricsPage::absorb(MetricsPage& from) {
@@ -242,15 +249,31 @@ void MetricsPage::absorb(MetricsPage& from) {
       }
     }
   }
+  groups_.absorb(from.groups_);
 }
 
 void attach_metrics(MetricsPage& page) {
   [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, &start_again_in_child);
+  const std::lock_guard lock(naming);
   detail::live_page.store(&page, std::memory_order_release);
   if (&page != &private_page) page.absorb(private_page);
 }
 
 void detach_metrics() { attach_metrics(private_page); }
+
+std::size_t site_group_row(std::string_view group) {
+  const std::string_view cut = group.substr(0, SiteGroups::kNameSize - 1);
+  const std::lock_guard lock(naming);
+  SiteGroups& names = private_page.site_groups();
+  names.set_name(SiteGroups::kOther, SiteGroups::kOtherName);
+  std::size_t row = 0;
+  while (row < SiteGroups::kOther && !names.name(row).empty() && names.name(row) != cut) ++row;
+  if (cut.empty()) row = SiteGroups::kOther;
+  names.set_name(row, cut);
+  for (const std::size_t named : {row, SiteGroups::kOther})
+    metrics().site_groups().set_name(named, names.name(named));
+  return row;
+}
 
 std::span<const MetricInfo> metric_table() { return kTable; }
 const MetricInfo& info_of(Metric metric) { return kTable[static_cast<std::size_t>(metric)]; }
@@ -282,6 +305,7 @@ std::uint64_t metrics_layout_id() {
       for (std::size_t i = 0; i < label.count; ++i) hash = mix(hash, label.value(i));
     }
   }
+  hash = mix(hash, std::to_string(SiteGroups::kRows) + "x" + std::to_string(SiteGroups::kNameSize));
   return hash;
 }
 
@@ -300,7 +324,7 @@ std::string metrics_document() {
     append_row(text, info.name, info.type, info.unit, label_cell(info), info.help);
   }
   text +=
-      "\n## Of the node\n\nKnown to `terraced` itself.\n\n"
+      "\n## Of the node\n\nKnown to `terraced` itself, or named by the jobs.\n\n"
       "| name | type | unit | labels | meaning |\n|---|---|---|---|---|\n";
   for (const NodeMetricInfo& info : kNodeTable) {
     std::string labels;

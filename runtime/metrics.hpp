@@ -27,6 +27,7 @@
 #include "runtime/copy_engine.hpp"
 #include "runtime/device.hpp"
 #include "runtime/fault.hpp"
+#include "runtime/site_groups.hpp"
 #include "runtime/units.hpp"
 
 namespace terrace {
@@ -35,7 +36,6 @@ namespace terrace {
 
 // Kinds of site; the same order as the sites of Swap Core, a layer above.
 enum class MetricKind : std::uint8_t { kMatmul = 0, kGmm = 1, kAttention = 2, kScan = 3 };
-enum class FetchOutcome : std::uint8_t { kHit = 0, kMiss = 1, kLate = 2 };
 enum class StallReason : std::uint8_t {
   kRestoreLate = 0,
   kSpillBackpressure,
@@ -104,7 +104,7 @@ TERRACE_LABEL(Pool, "pool", kPoolCount)
 TERRACE_LABEL(Direction, "direction", kDirectionCount)
 TERRACE_LABEL(CopyReason, "reason", kCopyReasonCount)
 TERRACE_LABEL(MetricKind, "kind", 4)
-TERRACE_LABEL(FetchOutcome, "outcome", 3)
+TERRACE_LABEL(FetchOutcome, "outcome", kFetchOutcomeCount)
 TERRACE_LABEL(StallReason, "reason", 7)
 TERRACE_LABEL(ExpertWord, "load", 2)
 TERRACE_LABEL(CallGroup, "call_group", 8)
@@ -255,6 +255,8 @@ class MetricsPage {
   [[nodiscard]] std::uint64_t raw(std::size_t slot) const {
     return slots_[slot].load(std::memory_order_relaxed);
   }
+  [[nodiscard]] SiteGroups& site_groups() { return groups_; }
+  [[nodiscard]] const SiteGroups& site_groups() const { return groups_; }
   void clear();
   // Moves what `from` has counted into this page and leaves zeros there.
   void absorb(MetricsPage& from);
@@ -277,6 +279,7 @@ class MetricsPage {
   }
 
   std::array<Slot, kMetricSlots> slots_{};
+  SiteGroups groups_;
 };
 static_assert(std::is_standard_layout_v<MetricsPage> && std::is_trivially_destructible_v<MetricsPage>);
 
@@ -294,6 +297,9 @@ extern std::atomic<MetricsPage*> live_page;
 void attach_metrics(MetricsPage& page);
 // Back to the private page. The counts stay in the page that was attached: it is what the daemon reads last.
 void detach_metrics();
+// The row of site_groups() for a group of sites of this process: the same for one name, whichever page is
+// live; SiteGroups::kOther once all others are taken. From any thread; takes a lock.
+[[nodiscard]] std::size_t site_group_row(std::string_view group);
 
 // --- Walking the table ---
 

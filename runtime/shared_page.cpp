@@ -105,6 +105,16 @@ SharedPageReader::SharedPageReader(const void* mapping, std::string job, std::ui
       job_(std::move(job)),
       identity_(identity) {}
 
+std::vector<std::pair<std::string, SiteGroups::Counts>> SharedPageReader::site_groups() const {
+  const SiteGroups& groups = metrics_->site_groups();
+  std::vector<std::pair<std::string, SiteGroups::Counts>> named;
+  for (std::size_t row = 0; row < SiteGroups::kRows; ++row) {
+    const std::string name = groups.name(row);
+    if (!name.empty()) named.emplace_back(clean_job_name(name), groups.counts(row));
+  }
+  return named;
+}
+
 SharedPageReader::~SharedPageReader() { ::munmap(const_cast<void*>(mapping_), kPageSize); }
 
 }  // namespace terrace

@@ -8,6 +8,8 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "runtime/metrics.hpp"
 #include "runtime/result.hpp"
@@ -66,6 +68,8 @@ class SharedPageReader {
 
   // Any value may be there, and may change at any time.
   [[nodiscard]] std::uint64_t raw(std::size_t slot) const { return metrics_->raw(slot); }
+  // The named rows, their names cleaned as that of a job is.
+  [[nodiscard]] std::vector<std::pair<std::string, SiteGroups::Counts>> site_groups() const;
   [[nodiscard]] const std::string& job() const { return job_; }  // cleaned, as it was when opened
   // Which page this is, given by the kernel: the same for each open() of one page, never forged.
   [[nodiscard]] std::uint64_t identity() const { return identity_; }

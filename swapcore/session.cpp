@@ -206,6 +206,7 @@ Result<BlockRef> Session::allocate(Bytes size, Pool pool) {
 SiteId Session::declare(const SiteSpec& site) {
   const SiteId id{static_cast<std::uint32_t>(impl_->sites.size())};
   impl_->sites.push_back(site);
+  impl_->group_rows.push_back(site_group_row(site.group));
   const auto layer = static_cast<std::size_t>(site.layer);
   if (impl_->layer_sites.size() <= layer) impl_->layer_sites.resize(layer + 1);
   impl_->layer_sites[layer].push_back(id);

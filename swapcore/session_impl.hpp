@@ -61,6 +61,7 @@ struct Session::Impl {
   double h2d_rate = 0, d2h_rate = 0, two_way_rate = 0;
 
   std::vector<SiteSpec> sites;
+  std::vector<std::size_t> group_rows;           // by site: where its fetches count
   std::vector<std::vector<SiteId>> layer_sites;  // by layer, in order of declaration: the order of use
   std::optional<Plan> plan;                      // as sites
   std::unique_ptr<StepProfile> profile;          // while a step is measured

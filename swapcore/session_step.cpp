@@ -256,6 +256,7 @@ BlockRef Session::fetch(const SiteKey& key, std::optional<Bytes> size) {
 void Session::Impl::count_fetch(SiteId site, FetchOutcome outcome) {
   static_assert(static_cast<int>(MetricKind::kScan) == static_cast<int>(SiteKind::kScan));
   metrics().add<Metric::kCacheFetches>(static_cast<MetricKind>(sites[site.index].kind), outcome, 1);
+  metrics().site_groups().count(group_rows[site.index], outcome);
   switch (outcome) {
     case FetchOutcome::kHit:
       ++counters.hits;

@@ -26,14 +26,20 @@ class ExpositionTest : public testing::Test {
     std::unique_ptr<SharedPage> page;
     ClientId client;
   };
-  Process join(const std::string& job, const std::string& device, pid_t pid) {
-    Process process{std::move(*SharedPage::create(job)), {}};
+  static Hello hello(const std::string& job, const std::string& device) {
     Hello hello{};
     hello.role = Role::kClient;
     hello.job = WireText<64>(job);
     hello.device = WireText<32>(device);
-    auto reader = SharedPageReader::open(::dup(process.page->fd()));
-    auto joined = registry_.join(hello, {.pid = pid, .uid = 0, .user = "root"}, std::move(*reader));
+    return hello;
+  }
+  static std::unique_ptr<SharedPageReader> reader_of(const Process& process) {
+    return std::move(*SharedPageReader::open(::dup(process.page->fd())));
+  }
+  Process join(const std::string& job, const std::string& device, pid_t pid) {
+    Process process{std::move(*SharedPage::create(job)), {}};
+    auto joined =
+        registry_.join(hello(job, device), {.pid = pid, .uid = 0, .user = "root"}, reader_of(process));
     EXPECT_TRUE(joined.ok());
     process.client = joined->client;
     return process;
@@ -123,6 +129,47 @@ TEST_F(ExpositionTest, APageAgesUntilItIsWritten) {
   registry_.leave(a.client);
   (void)age();
   EXPECT_EQ(age(), 0) << "nobody is there to count";
+}
+
+// Processes of a job may name their groups in any order.
+TEST_F(ExpositionTest, FetchesOfSiteGroupsAreAddedUpByName) {
+  const Process a = join("a", "0", 1), b = join("a", "1", 2);
+  const auto count = [](const Process& process, std::size_t row, const std::string& name, int times) {
+    SiteGroups& groups = process.page->metrics().site_groups();
+    groups.set_name(row, name);
+    for (int i = 0; i < times; ++i) groups.count(row, FetchOutcome::kHit);
+  };
+  count(a, 0, "kda.q", 1);
+  count(a, 1, "moe\n\"fc1", 2);
+  count(b, 0, "moe\n\"fc1", 4);
+  const auto fetches = [&](const std::string& group) {
+    return test::sample(
+        scrape(), "terrace_site_group_fetches_total{job=\"a\",group=\"" + group + "\",outcome=\"hit\"}");
+  };
+  EXPECT_EQ(fetches("kda.q"), 1);
+  EXPECT_EQ(fetches("moe__fc1"), 6) << "the name is shown as a label can be";
+  registry_.leave(b.client);
+  EXPECT_EQ(fetches("moe__fc1"), 6) << "counters keep what ended processes counted";
+  const Process back = {
+      nullptr,
+      registry_.join(hello("a", "1"), {.pid = 2, .uid = 0, .user = "root"}, reader_of(b)).value().client};
+  EXPECT_EQ(fetches("moe__fc1"), 6) << "it is the same page";
+}
+
+TEST_F(ExpositionTest, SiteGroupsOfAJobAreBounded) {
+  const Process a = join("a", "0", 1), b = join("a", "1", 2);
+  for (std::size_t row = 0; row < SiteGroups::kRows; ++row) {
+    for (const Process* process : {&a, &b}) {
+      SiteGroups& groups = process->page->metrics().site_groups();
+      groups.set_name(row, (process == &a ? "a" : "b") + std::to_string(row));
+      groups.count(row, FetchOutcome::kMiss);
+    }
+  }
+  const GroupFetches groups = registry_.view().jobs.at("a").groups;
+  EXPECT_EQ(groups.size(), SiteGroups::kRows);
+  std::uint64_t misses = 0;
+  for (const auto& [name, counts] : groups) misses += counts[static_cast<std::size_t>(FetchOutcome::kMiss)];
+  EXPECT_EQ(misses, 2 * SiteGroups::kRows) << "none is lost";
 }
 
 TEST_F(ExpositionTest, TheJsonSaysTheSame) {

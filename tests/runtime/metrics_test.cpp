@@ -9,6 +9,7 @@
 #include <set>
 #include <thread>
 
+#include "runtime/site_groups.hpp"
 #include "tests/paths.hpp"
 
 namespace terrace {
@@ -86,6 +87,38 @@ TEST(Metrics, AttachingMovesWhatWasCountedAndDetachingLeavesIt) {
   EXPECT_NE(&metrics(), page.get());
   EXPECT_EQ(metrics().value<Metric::kSteps>(), 0U);
   EXPECT_EQ(page->value<Metric::kSteps>(), before + 3);
+}
+
+// Names are the process's: this one's rows stay named for the tests that follow, so each takes names of its
+// own.
+TEST(SiteGroupRows, OneNameIsOneRowWhicheverPageIsLive) {
+  const std::size_t row = site_group_row("rows.a");
+  metrics().site_groups().count(row, FetchOutcome::kLate);
+  auto page = std::make_unique<MetricsPage>();
+  attach_metrics(*page);
+  EXPECT_EQ(page->site_groups().name(row), "rows.a");
+  EXPECT_EQ(page->site_groups().counts(row), (SiteGroups::Counts{0, 0, 1})) << "what was counted has moved";
+  const std::size_t later = site_group_row("rows.b");
+  EXPECT_NE(later, row);
+  EXPECT_EQ(site_group_row("rows.a"), row);
+  auto next = std::make_unique<MetricsPage>();
+  attach_metrics(*next);
+  EXPECT_EQ(next->site_groups().name(later), "rows.b") << "named while another page was live";
+  EXPECT_EQ(next->site_groups().counts(row), SiteGroups::Counts{});
+  detach_metrics();
+  EXPECT_EQ(site_group_row("rows.b"), later);
+}
+
+TEST(SiteGroupRows, LongNamesAreCutAndLateOnesShareARow) {
+  const std::string longest(100, 'x');
+  const std::size_t row = site_group_row(longest);
+  EXPECT_EQ(site_group_row(longest + "y"), row);
+  EXPECT_EQ(metrics().site_groups().name(row), longest.substr(0, SiteGroups::kNameSize - 1));
+  EXPECT_EQ(site_group_row(""), SiteGroups::kOther);
+  for (std::size_t i = 0; i < SiteGroups::kRows; ++i) (void)site_group_row("rows.many." + std::to_string(i));
+  EXPECT_EQ(site_group_row("rows.one too many"), SiteGroups::kOther);
+  EXPECT_EQ(metrics().site_groups().name(SiteGroups::kOther), SiteGroups::kOtherName);
+  EXPECT_EQ(site_group_row(longest), row);
 }
 
 TEST(Metrics, AForkedChildCountsForItself) {

@@ -70,12 +70,19 @@ class SessionTest : public OneSiteALayer {
 
 TEST_F(SessionTest, TheThirdStepRunsByThePlan) {
   open();
+  const auto group_fetches = [this] {
+    return metrics().site_groups().counts(site_group_row(session_->site(site(0)).group));
+  };
+  const SiteGroups::Counts before = group_fetches();
   EXPECT_EQ(run_step(), kLayers);
   EXPECT_EQ(run_step(), kLayers);
   EXPECT_EQ(run_step(), 0) << session_->plan_summary();
   const SessionCounters counters = session_->counters();
   EXPECT_EQ(counters.hits + counters.late, static_cast<std::uint64_t>(kLayers));
   EXPECT_EQ(counters.misses, static_cast<std::uint64_t>(2 * kLayers));
+  const SiteGroups::Counts after = group_fetches();
+  EXPECT_EQ(after[0] + after[2] - before[0] - before[2], counters.hits + counters.late);
+  EXPECT_EQ(after[1] - before[1], counters.misses);
 }
 
 // Fragments are larger than the measured step told: the next plan leaves more to them, and keeps less.
