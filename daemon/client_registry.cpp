@@ -7,6 +7,7 @@ namespace {
 
 constexpr std::array kTiers = {TierId::kHbm, TierId::kPeer, TierId::kDdr, TierId::kNvme};
 constexpr const char* kOtherJobs = "other";
+constexpr Nanoseconds kAskDrivers = std::chrono::milliseconds(50);  // how often, while there is reason to
 constexpr Bytes kLargestDevice = Bytes(1ULL << 44);  // a stated capacity beyond 16 TiB is not believed
 
 std::uint64_t add_saturating(std::uint64_t a, std::uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
@@ -36,8 +37,14 @@ void add_groups(GroupFetches& to, const GroupFetches& from) {
 
 ClientRegistry::ClientRegistry(const Options& options)
     : limits_(options),
-      book_(LeaseBook::Options{
-          .node_budgets = options.node_budgets, .numa = options.numa, .manners = options.manners}) {}
+      book_(LeaseBook::Options{.node_budgets = options.node_budgets,
+                               .numa = options.numa,
+                               .manners = options.manners,
+                               .driver_tells =
+                                   [this](const std::string& device) {
+                                     return driver_memory_ && driver_memory_(device).has_value();
+                                   }}),
+      driver_memory_(options.driver_memory) {}
 
 std::string ClientRegistry::label_for(const std::string& job, uid_t uid) {
   const auto owner = label_owners_.find(job);
@@ -63,13 +70,16 @@ Bytes ClientRegistry::hbm_budget_for(Bytes capacity) const {
 // special.
 void ClientRegistry::set_terms_of(const Record& record) {
   LeaseTerms terms;
+  LinkTerms link_terms;
   for (const JobRule& rule : limits_.jobs) {
     if (record.job == kOtherJobs || !glob_matches(rule.match, record.job)) continue;
     if (!rule.user.empty() && rule.user != record.user) continue;
     terms = {static_cast<std::uint32_t>(rule.priority), rule.hbm_guarantee, rule.ddr_guarantee};
+    link_terms = {terms.weight, static_cast<std::uint32_t>(rule.link_guarantee * kLinkWhole)};
     break;
   }
   book_.set_terms(record.job, terms);
+  links_.set_terms(record.job, link_terms);
 }
 
 void ClientRegistry::set_limits(const Limits& limits) {
@@ -156,6 +166,7 @@ Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Pr
   client.record.device = hello.device.view().empty() ? "0" : clean_job_name(hello.device.view());
   client.record.run = hello.run;
   client.record.page = page->identity();
+  client.record.course = hello.course;
   if (before) {
     client.record.values = before->values;
     client.record.groups = std::move(before->groups);
@@ -169,6 +180,8 @@ Result<ClientRegistry::Joined> ClientRegistry::join(const Hello& hello, const Pr
                                .numa_node = hello.numa_node};
   for (std::size_t tier = 0; tier < kTierCount; ++tier) newcomer.held[tier] = Bytes(hello.held[tier]);
   book_.adopt(joined.client, newcomer);
+  joined.link_seat = links_.enter(joined.client, {client.record.device, client.record.job, process.uid},
+                                  steady_clock().now());
   clients_.emplace(joined.client, std::move(client));
   joined.budget = budget_of(joined.client);
   joined.leased = leased_by(joined.client);
@@ -181,6 +194,7 @@ void ClientRegistry::end(ClientId id) {
   refresh(found->second);
   Record& record = found->second.record;
   record.leased = record.waiting = {};
+  record.link = {};
   record.deaf = false;
   Kept& kept = kept_.at(record.job);
   for_each_slot([&](const MetricInfo& info, std::size_t slot) {
@@ -192,6 +206,49 @@ void ClientRegistry::end(ClientId id) {
   if (ended_.size() > kMaxEnded) ended_.pop_back();
   clients_.erase(found);
   book_.leave(id);
+  links_.leave(id, steady_clock().now());
+  ask_drivers();
+}
+
+// HBM that live clients were granted and have not taken of the driver yet, as far as they count it.
+Bytes ClientRegistry::unbacked_on(const std::string& device) const {
+  Bytes unbacked;
+  for (const auto& [id, client] : clients_) {
+    if (client.record.device != device) continue;
+    const auto slot = [&page = *client.page](Metric metric, std::size_t index) {
+      return Bytes(page.raw(first_slot(metric) + index));
+    };
+    constexpr auto kHbm = static_cast<std::size_t>(TierId::kHbm);
+    Bytes backed = slot(Metric::kTierMappedBytes, kHbm), live;
+    for (std::size_t pool = 0; pool < kPoolCount; ++pool)
+      live += std::min(slot(Metric::kTierBytes, kHbm * kPoolCount + pool), kLargestDevice);
+    backed = std::max(backed, live);
+    if (backed > 0_B) unbacked += saturating_sub(book_.leased(id, TierId::kHbm), backed);
+  }
+  return unbacked;
+}
+
+void ClientRegistry::ask_drivers() {
+  for (const std::string& device : book_.withholding()) {
+    const auto free = driver_memory_(device);
+    book_.show_free(device, free ? saturating_sub(*free, unbacked_on(device)) : kLargestDevice);
+  }
+}
+
+void ClientRegistry::look(Nanoseconds now) {
+  const std::lock_guard lock(mutex_);
+  links_.look(now);
+  if (now - drivers_asked_at_ < kAskDrivers) return;
+  drivers_asked_at_ = now;
+  ask_drivers();
+}
+
+std::optional<Nanoseconds> ClientRegistry::look_due() const {
+  const std::lock_guard lock(mutex_);
+  std::optional<Nanoseconds> first = links_.due();
+  if (book_.withholding().empty()) return first;
+  const Nanoseconds next = drivers_asked_at_ + kAskDrivers;
+  return first ? std::min(*first, next) : next;
 }
 
 void ClientRegistry::leave(ClientId client) {
@@ -265,6 +322,7 @@ ClientRegistry::View ClientRegistry::view(Ended ended) {
     client.record.leased = leased_by(id);
     for (const TierId tier : kTiers)
       client.record.waiting[static_cast<std::size_t>(tier)] = book_.waiting(id, tier);
+    client.record.link = links_.leased(id);
     client.record.deaf = book_.deaf(id);
     JobTotals& job = view.jobs.at(client.record.job);
     ++job.clients;

@@ -19,7 +19,9 @@
 #include <string>
 #include <vector>
 
+#include "daemon/driver_memory.hpp"
 #include "daemon/lease_book.hpp"
+#include "daemon/link_leases.hpp"
 #include "runtime/metrics.hpp"
 #include "runtime/shared_page.hpp"
 #include "runtime/wire.hpp"
@@ -48,6 +50,7 @@ class ClientRegistry {
   struct Options : Limits {
     std::map<int, Bytes> numa;  // as LeaseBook::Options
     LeaseAccount::Manners manners;
+    DriverMemory driver_memory;  // empty: nobody can be asked, and an ended client's HBM counts as free
   };
   explicit ClientRegistry(const Options& options);
 
@@ -61,6 +64,7 @@ class ClientRegistry {
     std::optional<ClientId> replaced;  // the client's earlier connection, struck out by this call
     TierAmounts budget;
     TierAmounts leased;
+    std::optional<LinkLeases::Seat> link_seat;
   };
   // Errors: kOutOfMemory (too many clients, or of this user), kProtocol (another process has that page).
   [[nodiscard]] Result<Joined> join(const Hello& hello, const Process& process,
@@ -82,6 +86,10 @@ class ClientRegistry {
   [[nodiscard]] std::vector<ClientId> steer(pid_t pid, Course course, std::optional<uid_t> only);
   [[nodiscard]] std::vector<LeaseEvent> settle(LeaseBook::Time now);
   [[nodiscard]] std::optional<LeaseBook::Time> due() const;
+  // Does what is due by itself, now and at look_due(): divides the links' time, asks the driver whether what
+  // ended clients held is free.
+  void look(Nanoseconds now);
+  [[nodiscard]] std::optional<Nanoseconds> look_due() const;
   [[nodiscard]] Bytes leased(ClientId client, TierId tier) const;
   [[nodiscard]] std::size_t clients() const;
   [[nodiscard]] std::size_t deaf_clients() const;
@@ -96,6 +104,7 @@ class ClientRegistry {
     std::uint64_t run = 0;
     std::uint64_t page = 0;  // SharedPageReader::identity()
     TierAmounts leased, waiting;
+    LinkAmounts link{};  // leased, of its device's
     bool deaf = false;
     Course course = Course::kTiering;
     SlotValues values{};
@@ -131,6 +140,8 @@ class ClientRegistry {
   [[nodiscard]] Bytes hbm_budget_for(Bytes capacity) const;
   [[nodiscard]] TierAmounts budget_of(ClientId client) const;
   [[nodiscard]] TierAmounts leased_by(ClientId client) const;
+  [[nodiscard]] Bytes unbacked_on(const std::string& device) const;
+  void ask_drivers();
   void refresh(Client& client);
   void end(ClientId client);
   [[nodiscard]] std::optional<Record> take_back(std::uint64_t page, pid_t pid);
@@ -138,6 +149,9 @@ class ClientRegistry {
   Limits limits_;  // under mutex_, as all below
   mutable std::mutex mutex_;
   LeaseBook book_;
+  LinkLeases links_;
+  DriverMemory driver_memory_;
+  Nanoseconds drivers_asked_at_{0};
   std::uint64_t next_client_ = 1;
   std::map<ClientId, Client> clients_;
   std::deque<Record> ended_;  // the last ended first

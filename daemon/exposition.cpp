@@ -71,6 +71,27 @@ void write_devices(std::string& text, const ClientRegistry::View& view) {
   for (const auto& [name, device] : devices) write_tiers(leases, label("device", name), device.leased);
   Family processes(text, NodeMetric::kDeviceProcesses);
   for (const auto& [name, device] : devices) processes.line(label("device", name), device.processes);
+  std::map<std::string, std::uint64_t> withheld;
+  for (const auto& [name, device] : devices) withheld[name] = 0;
+  for (const auto& account : view.accounts) {
+    if (account.tier == TierId::kHbm && (account.withheld > Bytes() || withheld.contains(account.place)))
+      withheld[account.place] = account.withheld.count();
+  }
+  Family ended(text, NodeMetric::kWithheld);
+  for (const auto& [name, bytes] : withheld) ended.line(label("device", name), bytes);
+}
+
+void write_links(std::string& text, const ClientRegistry::View& view) {
+  Family family(text, NodeMetric::kLinkLease);
+  for (const auto& [job, devices] : links_of(view)) {
+    for (const auto& [device, sums] : devices) {
+      for (std::size_t d = 0; d < kLinkDirections; ++d) {
+        family.line(label("job", job) + "," + label("device", device) + "," +
+                        label("direction", name_of(static_cast<Direction>(d))),
+                    sums[d]);
+      }
+    }
+  }
 }
 
 std::uint64_t cpu_nanoseconds() {
@@ -117,11 +138,21 @@ std::map<std::string, DeviceTotals> devices_of(const ClientRegistry::View& view)
   return devices;
 }
 
+LinkTotals links_of(const ClientRegistry::View& view) {
+  constexpr std::uint64_t kBillionths = 1'000'000'000 / kLinkWhole;
+  LinkTotals links;
+  for (const ClientRegistry::Record& record : view.live) {
+    auto& sums = links[record.job][record.device];
+    for (std::size_t d = 0; d < kLinkDirections; ++d) sums[d] += record.link[d] * kBillionths;
+  }
+  return links;
+}
+
 void append_value(std::string& text, MetricUnit unit, std::uint64_t raw) {
-  if (unit != MetricUnit::kSeconds) return append_number(text, raw);
-  constexpr std::uint64_t kSecond = 1'000'000'000;
-  append_number(text, raw / kSecond);
-  std::uint64_t rest = raw % kSecond;
+  if (unit != MetricUnit::kSeconds && unit != MetricUnit::kRatio) return append_number(text, raw);
+  constexpr std::uint64_t kWhole = 1'000'000'000;
+  append_number(text, raw / kWhole);
+  std::uint64_t rest = raw % kWhole;
   if (rest == 0) return;
   char digits[] = ".000000000";
   for (std::size_t i = 9; i > 0; --i, rest /= 10) digits[i] = static_cast<char>('0' + rest % 10);
@@ -206,6 +237,7 @@ void Exposition::write(std::string& text) {
   write_groups(text, view);
   write_jobs(text, view);
   write_devices(text, view);
+  write_links(text, view);
   write_node(text, view);
 }
 

@@ -28,6 +28,10 @@ struct DeviceTotals {
 };
 [[nodiscard]] std::map<std::string, DeviceTotals> devices_of(const ClientRegistry::View& view);
 
+// Leases of link time, in billionths, by job, device and direction: of live processes.
+using LinkTotals = std::map<std::string, std::map<std::string, std::array<std::uint64_t, kLinkDirections>>>;
+[[nodiscard]] LinkTotals links_of(const ClientRegistry::View& view);
+
 // Appends a metric's raw value as both formats print it.
 void append_value(std::string& text, MetricUnit unit, std::uint64_t raw);
 

@@ -61,6 +61,12 @@ void LeaseAccount::set_budget(Bytes budget) {
   changed_ = true;
 }
 
+void LeaseAccount::withhold(Bytes bytes) {
+  const Bytes withheld = std::min(bytes, saturating_sub(budget_, leased_));
+  changed_ = changed_ || withheld != withheld_;
+  withheld_ = withheld;
+}
+
 void LeaseAccount::take_back(Member& member, Bytes bytes) {
   member.leased -= bytes;
   leased_ -= bytes;
@@ -154,7 +160,7 @@ LeaseAccount::Amounts LeaseAccount::targets(const std::vector<Job>& jobs) const 
                       .floor = std::max(job.terms.guarantee, job.fixed),
                       .weight = job.terms.weight});
   }
-  const std::vector<Bytes> shares = fair_shares(budget_, claims);
+  const std::vector<Bytes> shares = fair_shares(usable(), claims);
   Amounts targets(members_.size());
   for (std::size_t j = 0; j < jobs.size(); ++j) {
     std::vector<Claim> within;
@@ -183,14 +189,14 @@ LeaseAccount::Amounts LeaseAccount::divide_free(const std::vector<Job>& jobs, co
     }
     claims.push_back({.demand = unmet, .floor = unmet, .weight = 1});  // set aside
   }
-  Amounts parts = fair_shares(saturating_sub(budget_, leased_), claims);
+  Amounts parts = fair_shares(saturating_sub(usable(), leased_), claims);
   parts.resize(members_.size());
   return parts;
 }
 
 // Nobody waits, nobody is owed anything, and there is enough.
 bool LeaseAccount::all_is_well(Bytes wanted) const {
-  if (wanted > saturating_sub(budget_, leased_)) return false;
+  if (wanted > saturating_sub(usable(), leased_)) return false;
   return std::all_of(members_.begin(), members_.end(), [this](const Member& member) {
     return member.waiting == 0_B && !member.deaf && terms_of(member.job).guarantee == 0_B;
   });
@@ -223,7 +229,7 @@ void LeaseAccount::ask_for_room(Time now, std::vector<LeaseEvent>& events) {
   for (const Member& member : members_) {
     if (member.ask) promised += saturating_sub(member.leased, member.ask->target);
   }
-  const Bytes free = saturating_sub(budget_, leased_);
+  const Bytes free = saturating_sub(usable(), leased_);
   const Bytes needed = std::min(saturating_sub(lacking, free + promised), excess);
   if (needed == 0_B) return;
   for (std::size_t i = 0; i < members_.size(); ++i) {

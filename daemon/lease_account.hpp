@@ -11,6 +11,8 @@
 // to go below its own. A client that does not answer in time is deaf: memory can't be taken from a process,
 // so it keeps what it holds, is asked for nothing and granted no more than its job's guarantee, until it
 // answers. One that answers with less than it was asked for needs the rest; it is asked again after a while.
+//
+// Part of the budget can be withheld: what ended clients were leased and the driver does not show free yet.
 #pragma once
 
 #include <chrono>
@@ -68,6 +70,9 @@ class LeaseAccount {
   // Of a job now and for later clients.
   void set_terms(const std::string& job, Terms terms);
   void set_budget(Bytes budget);
+  // Nobody is granted so much of the budget, and it is no part of anybody's share. At most what is not
+  // leased.
+  void withhold(Bytes bytes);
 
   // Leases as much of `wanted` as is free and nobody else's. What a kept request lacks is granted by
   // settle(); the client's next kept request replaces it. Returns what this call granted.
@@ -83,6 +88,7 @@ class LeaseAccount {
   [[nodiscard]] std::optional<Time> due() const { return due_; }
 
   [[nodiscard]] Bytes budget() const { return budget_; }
+  [[nodiscard]] Bytes withheld() const { return withheld_; }
   [[nodiscard]] Bytes leased() const { return leased_; }
   [[nodiscard]] Bytes leased(ClientId client) const;  // zero for an unknown one
   [[nodiscard]] Bytes waiting(ClientId client) const;
@@ -133,7 +139,9 @@ class LeaseAccount {
 
   const TierId tier_;
   const Manners manners_;
-  Bytes budget_, leased_;
+  [[nodiscard]] Bytes usable() const { return saturating_sub(budget_, withheld_); }
+
+  Bytes budget_, leased_, withheld_;
   std::vector<Member> members_;  // the longest entered first
   std::map<std::string, Terms> terms_;
   std::vector<LeaseEvent> untold_;

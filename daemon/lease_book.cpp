@@ -75,8 +75,12 @@ void LeaseBook::adopt(ClientId id, const Newcomer& newcomer) {
     if (tier == TierId::kHbm) key.second = newcomer.device;
     if (tier == TierId::kDdr) key = ddr_key(newcomer.numa_node);
     LeaseAccount& of_tier = open(key, newcomer.hbm_budget);
+    if (tier == TierId::kHbm && of_tier.empty()) of_tier.set_budget(newcomer.hbm_budget);
     set_terms(of_tier, tier, newcomer.job);
     of_tier.enter(id, newcomer.job, newcomer.held[index_of(tier)]);
+    // Somebody who has left may be back with what it holds.
+    if (tier == TierId::kHbm)
+      withhold(key, of_tier, saturating_sub(of_tier.withheld(), newcomer.held[index_of(tier)]));
     client.keys[index_of(tier)] = std::move(key);
   }
 }
@@ -86,10 +90,39 @@ void LeaseBook::leave(ClientId id) {
   if (found == clients_.end()) return;
   for (const Key& key : found->second.keys) {
     const auto of_tier = accounts_.find(key);
-    of_tier->second.leave(id);
-    if (key.first == TierId::kHbm && of_tier->second.empty()) accounts_.erase(of_tier);
+    LeaseAccount& left = of_tier->second;
+    const Bytes leased = left.leased(id);
+    left.leave(id);
+    if (key.first != TierId::kHbm) continue;
+    if (leased > 0_B && options_.driver_tells && options_.driver_tells(key.second))
+      withhold(key, left, left.withheld() + leased);
+    else if (left.empty() && left.withheld() == 0_B)
+      accounts_.erase(of_tier);
   }
   clients_.erase(found);
+}
+
+// May erase the account.
+void LeaseBook::withhold(const Key& key, LeaseAccount& account, Bytes bytes) {
+  account.withhold(bytes);
+  if (account.withheld() == 0_B && account.empty()) accounts_.erase(key);
+}
+
+std::vector<std::string> LeaseBook::withholding() const {
+  std::vector<std::string> devices;
+  for (const auto& [key, of_tier] : accounts_) {
+    if (of_tier.withheld() > 0_B) devices.push_back(key.second);
+  }
+  return devices;
+}
+
+void LeaseBook::show_free(const std::string& device, Bytes shown) {
+  const Key key{TierId::kHbm, device};
+  const auto found = accounts_.find(key);
+  if (found == accounts_.end()) return;
+  LeaseAccount& account = found->second;
+  const Bytes free = saturating_sub(account.budget(), account.leased());
+  withhold(key, account, std::min(account.withheld(), saturating_sub(free, shown)));
 }
 
 void LeaseBook::set_terms(const std::string& job, const LeaseTerms& terms) {
@@ -164,7 +197,7 @@ bool LeaseBook::deaf(ClientId client) const {
 Bytes LeaseBook::budget(ClientId client, TierId tier) const { return account(client, tier).budget(); }
 Bytes LeaseBook::free(ClientId client, TierId tier) const {
   const LeaseAccount& of_tier = account(client, tier);
-  return saturating_sub(of_tier.budget(), of_tier.leased());
+  return saturating_sub(of_tier.budget(), of_tier.leased() + of_tier.withheld());
 }
 
 Bytes LeaseBook::leased(TierId tier) const {
@@ -185,7 +218,7 @@ Bytes LeaseBook::budget(TierId tier) const {
 std::vector<LeaseBook::AccountView> LeaseBook::accounts() const {
   std::vector<AccountView> views;
   for (const auto& [key, of_tier] : accounts_)
-    views.push_back({key.first, key.second, of_tier.budget(), of_tier.leased()});
+    views.push_back({key.first, key.second, of_tier.budget(), of_tier.leased(), of_tier.withheld()});
   return views;
 }
 

@@ -3,10 +3,14 @@
 //
 // HBM has an account for each device in use, pinned memory one for each NUMA node, every other tier one. A
 // client that does not say whose memory it pins is put to the NUMA node that has most left.
+//
+// HBM of a client that has left may be in use still, by a child that it has forked: where the driver can be
+// asked, it is withheld until the driver shows that it is free.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -39,6 +43,7 @@ class LeaseBook {
     TierAmounts node_budgets{};
     std::map<int, Bytes> numa{};
     LeaseAccount::Manners manners{};
+    std::function<bool(const std::string& device)> driver_tells{};  // show_free() will come; empty: never
   };
   explicit LeaseBook(const Options& options);
   explicit LeaseBook(const TierAmounts& node_budgets) : LeaseBook(Options{.node_budgets = node_budgets}) {}
@@ -57,6 +62,11 @@ class LeaseBook {
   void set_terms(const std::string& job, const LeaseTerms& terms);
   // Of every tier but HBM, spread as before; `hbm` of each device in use by its name.
   void set_budgets(const TierAmounts& node_budgets, const std::map<std::string, Bytes>& hbm);
+
+  // Devices of which something is withheld.
+  [[nodiscard]] std::vector<std::string> withholding() const;
+  // What the driver has free of one of them beyond what is leased and not backed yet.
+  void show_free(const std::string& device, Bytes shown);
 
   // As LeaseAccount, of the account that the client uses.
   [[nodiscard]] Bytes request(ClientId client, TierId tier, Bytes wanted, Unmet unmet = Unmet::kForget,
@@ -86,7 +96,7 @@ class LeaseBook {
   struct AccountView {
     TierId tier = TierId::kHbm;
     std::string place;  // the device, the NUMA node's number, or empty
-    Bytes budget, leased;
+    Bytes budget, leased, withheld;
   };
   [[nodiscard]] std::vector<AccountView> accounts() const;
 
@@ -98,6 +108,7 @@ class LeaseBook {
     std::array<Key, kTierCount> keys;  // by TierId
   };
   [[nodiscard]] LeaseAccount& open(const Key& key, Bytes budget);
+  void withhold(const Key& key, LeaseAccount& account, Bytes bytes);
   [[nodiscard]] Key ddr_key(int numa_node) const;
   [[nodiscard]] Bytes ddr_part(const std::string& place, Bytes whole) const;
   [[nodiscard]] const Client& known(ClientId client) const;
@@ -106,7 +117,7 @@ class LeaseBook {
   void set_terms(LeaseAccount& account, TierId tier, const std::string& job) const;
 
   const Options options_;
-  Accounts accounts_;  // HBM ones while somebody uses the device
+  Accounts accounts_;  // HBM ones while somebody uses the device, or something is withheld
   std::map<ClientId, Client> clients_;
   std::map<std::string, LeaseTerms> terms_;  // by job
 };

@@ -58,11 +58,22 @@ void append_nested(std::string& text, const MetricInfo& info, const SlotValues& 
   }
 }
 
+void append_links(std::string& text, const LinkTotals::mapped_type& links) {
+  Members devices(text);
+  for (const auto& [device, sums] : links) {
+    Members directions(devices.next(device));
+    for (std::size_t d = 0; d < kLinkDirections; ++d)
+      append_value(directions.next(name_of(static_cast<Direction>(d))), MetricUnit::kRatio, sums[d]);
+  }
+}
+
+// `links`: null where there are none.
 void append_counted(std::string& text, const SlotValues& values, const TierAmounts& leased,
-                    std::size_t processes) {
+                    std::size_t processes, const LinkTotals::mapped_type* links = nullptr) {
   Members members(text);
   append_value(members.next("processes"), MetricUnit::kCount, processes);
   append_tiers(members.next("lease_bytes"), leased);
+  if (links != nullptr) append_links(members.next("link_lease_ratio"), *links);
   for (const MetricInfo& info : metric_table()) {
     if (any(values, info.first_slot, info.slots))
       append_nested(members.next(info.name + std::strlen(kPrefix)), info, values, info.first_slot, 0);
@@ -85,8 +96,12 @@ std::string now_json(const ClientRegistry::View& view, const std::string& versio
     append_tiers(all.next("lease_bytes"), view.leased);
     {
       Members jobs(all.next("jobs"));
-      for (const auto& [name, job] : view.jobs)
-        append_counted(jobs.next(name), job.values, job.leased, job.clients);
+      const LinkTotals links = links_of(view);
+      for (const auto& [name, job] : view.jobs) {
+        const auto of_job = links.find(name);
+        append_counted(jobs.next(name), job.values, job.leased, job.clients,
+                       of_job == links.end() ? nullptr : &of_job->second);
+      }
     }
     Members devices(all.next("devices"));
     for (const auto& [name, device] : devices_of(view))

@@ -3,7 +3,8 @@
 //   {"time": seconds since 1970, "version", "clients": live processes,
 //    "budget_bytes": {tier: bytes}, "lease_bytes": {tier: bytes},
 //    "jobs": {JOB: COUNTED}, "devices": {DEVICE: COUNTED}}
-// COUNTED: {"processes", "lease_bytes": {tier: bytes}, METRIC...}
+// COUNTED: {"processes", "lease_bytes": {tier: bytes}, METRIC...}; of a job with live processes also
+//         "link_lease_ratio": {device: {direction: ratio}}
 // METRIC: a name of runtime/metrics.def, its values nested by its labels in their order; a value of zero is
 // left
 //         out: {"tier_bytes": {"hbm": {"weights": 4096}}, "steps_total": 3}

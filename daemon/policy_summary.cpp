@@ -128,6 +128,9 @@ std::string text_of(const JobRule& job) {
   };
   guarantee("HBM of each device", job.hbm_guarantee);
   guarantee("DDR of each NUMA node", job.ddr_guarantee);
+  if (job.link_guarantee > 0)
+    text +=
+        ", guaranteed time of each link: " + text_of(Amount::of_share(job.link_guarantee), "it", "nothing");
   return text;
 }
 

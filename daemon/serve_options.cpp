@@ -100,6 +100,7 @@ Result<Server::Options> serve_options(const ServeCommandLine& line) {
   options.auth_file = policy->metrics.auth_file;
   static_cast<ClientRegistry::Limits&>(options.registry) = live->limits;
   options.registry.numa = numa_memory();
+  options.registry.driver_memory = nvml_memory();
   options.access = live->access;
   if (line.exit_when_idle >= 0)
     options.exit_when_idle = std::chrono::milliseconds(static_cast<std::int64_t>(line.exit_when_idle * 1000));

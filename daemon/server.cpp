@@ -201,6 +201,7 @@ milliseconds Server::Impl::patience() const {
   if (greeted < connections.size()) until(next_look);
   if (options.notice.alive_every()) until(next_alive);
   if (const auto due = clients.due()) until(*due);
+  if (const auto due = clients.look_due()) until(std::chrono::ceil<milliseconds>(*due));
   if (paused == 0) return longest;
   for (const auto& [tag, connection] : connections) {
     if (connection.paused_until) until(*connection.paused_until);
@@ -235,6 +236,7 @@ Status Server::Impl::loop() {
     }
     resume_paused();
     serve_waiting();
+    clients.look(steady_clock().now());
     settle();
     look_around();
     if (idle_for_long()) {

@@ -29,10 +29,10 @@ void Server::Impl::refuse(std::uint64_t tag, const Error& error, std::uint32_t s
   drop(tag);
 }
 
-void Server::Impl::reply(std::uint64_t tag, const Message& message, std::uint32_t sequence) {
+void Server::Impl::reply(std::uint64_t tag, const Message& message, std::uint32_t sequence, int fd) {
   const auto found = connections.find(tag);
   if (found == connections.end()) return;
-  if (!found->second.wire.send(message, sequence)) drop(tag);  // gone, or doesn't read what it asks for
+  if (!found->second.wire.send(message, sequence, fd)) drop(tag);  // gone, or doesn't read what it asks for
 }
 
 void Server::Impl::answer(std::uint64_t tag, Envelope& envelope) {
@@ -83,7 +83,8 @@ void Server::Impl::answer_client(std::uint64_t tag, const Envelope& envelope) {
   bad("a message that only the daemon sends");
 }
 
-Result<Welcome> Server::Impl::admit(Connection& connection, Envelope& envelope, const Hello& hello) {
+Result<Server::Impl::Admitted> Server::Impl::admit(Connection& connection, Envelope& envelope,
+                                                   const Hello& hello) {
   if (connection.right < Right::kRegister)
     return Error{Errc::kInvalidArgument,
                  "this user may not register processes; daemon.group of the daemon's policy names who may"};
@@ -102,22 +103,24 @@ Result<Welcome> Server::Impl::admit(Connection& connection, Envelope& envelope, 
   connection.client = joined->client;
   spdlog::info("client {} (pid {}, user {}, job {}) has joined", joined->client.value, pid,
                user_name(peer.uid), hello.job.view());
-  return Welcome{joined->client.value, facts.pid, 0, wire_amounts(joined->budget),
-                 wire_amounts(joined->leased)};
+  const auto& seat = joined->link_seat;
+  return Admitted{{joined->client.value, facts.pid, seat ? static_cast<std::uint32_t>(seat->slot + 1) : 0,
+                   wire_amounts(joined->budget), wire_amounts(joined->leased)},
+                  seat ? seat->fd : -1};
 }
 
 void Server::Impl::greet(std::uint64_t tag, Envelope& envelope, const Hello& hello) {
   Connection& connection = connections.at(tag);
-  Welcome welcome{0, facts.pid, 0, {}, {}};
+  Admitted admitted{{0, facts.pid, 0, {}, {}}, -1};
   if (hello.role == Role::kClient) {
-    auto admitted = admit(connection, envelope, hello);
-    if (!admitted) return refuse(tag, admitted.error(), envelope.sequence);
-    welcome = *admitted;
+    auto client = admit(connection, envelope, hello);
+    if (!client) return refuse(tag, client.error(), envelope.sequence);
+    admitted = *client;
     tags[*connection.client] = tag;
   }
   connection.greeted = true;
   ++greeted;
-  reply(tag, welcome, envelope.sequence);
+  reply(tag, admitted.welcome, envelope.sequence, admitted.board);
 }
 
 void Server::Impl::lease(std::uint64_t tag, std::uint32_t sequence, const LeaseRequest& request) {

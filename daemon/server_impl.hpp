@@ -79,13 +79,17 @@ struct Server::Impl {
   void answer(std::uint64_t tag, Envelope& envelope);
   void answer_client(std::uint64_t tag, const Envelope& envelope);
   void greet(std::uint64_t tag, Envelope& envelope, const Hello& hello);
-  [[nodiscard]] Result<Welcome> admit(Connection& connection, Envelope& envelope, const Hello& hello);
+  struct Admitted {
+    Welcome welcome;
+    int board = -1;  // that goes with it
+  };
+  [[nodiscard]] Result<Admitted> admit(Connection& connection, Envelope& envelope, const Hello& hello);
   void lease(std::uint64_t tag, std::uint32_t sequence, const LeaseRequest& request);
   void steer(std::uint64_t tag, std::uint32_t sequence, const SteerRequest& request);
   [[nodiscard]] std::string status_for(const Connection& connection, std::uint64_t run);
   [[nodiscard]] Status read_policy_anew();
   void reload_and_log();
-  void reply(std::uint64_t tag, const Message& message, std::uint32_t sequence);
+  void reply(std::uint64_t tag, const Message& message, std::uint32_t sequence, int fd = -1);
   void serve_waiting();
   void settle();
 };

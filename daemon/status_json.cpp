@@ -68,6 +68,8 @@ Json process(const ClientRegistry::Record& record) {
   json["run"] = hex(record.run);
   json["leased"] = by_tier(record.leased);
   json["waiting"] = by_tier(record.waiting);
+  for (std::size_t d = 0; d < kLinkDirections; ++d)
+    json["link"][name_of(static_cast<Direction>(d))] = static_cast<double>(record.link[d]) / kLinkWhole;
   json["deaf"] = record.deaf;
   json["passthrough"] = record.course == Course::kPassthrough;
   add_summary(json, record.values);
@@ -134,7 +136,8 @@ std::string status_json(const DaemonFacts& facts, const ClientRegistry::View& vi
     json["accounts"].push_back({{"tier", name_of(account.tier)},
                                 {"place", account.place},
                                 {"budget", account.budget.count()},
-                                {"leased", account.leased.count()}});
+                                {"leased", account.leased.count()},
+                                {"withheld", account.withheld.count()}});
   }
   if (run != 0) json["run"] = run_summary(view, run);
   // In the order of what is missed most: every list is bounded, and the last are cut first.

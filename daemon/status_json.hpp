@@ -1,12 +1,12 @@
 // The daemon's answer to a status request, as JSON.
 //
 //   {"pid", "version", "socket", "listen", "budget": {tier: bytes}, "leased": {tier: bytes}, "clients_total",
-//    "accounts": [{"tier", "place" (device, NUMA node or ""), "budget", "leased"}],
+//    "accounts": [{"tier", "place" (device, NUMA node or ""), "budget", "leased", "withheld"}],
 //    "run": {"processes", SUMMARY},        where a run was asked for
 //    "devices": [DEVICE], "jobs": [JOB],   of all live processes (daemon/status_totals.hpp)
 //    "clients": [PROCESS], "ended": [PROCESS]}
 // PROCESS: {"id", "pid", "user", "job", "device", "run" (hex), "leased": {tier: bytes},
-//           "waiting": {tier: bytes}, "deaf", "passthrough", SUMMARY}
+//           "waiting": {tier: bytes}, "link": {direction: lease, 0 to 1}, "deaf", "passthrough", SUMMARY}
 // SUMMARY: "hbm_peak_bytes", "ddr_peak_bytes", "transfer_bytes", "cache_hits", "cache_misses", "cache_late",
 //          "stall_seconds", "steps", "passthrough_calls", "refused_allocations", "refused_bytes",
 //          "unknown_frees"; of a run: peaks of its largest process, sums of the rest

@@ -13,6 +13,26 @@ std::string bytes(const Json& json, const char* key) {
   return format_bytes(Bytes(json.value(key, std::uint64_t{0})));
 }
 
+// Of a process that shares its link with others.
+std::string link_part(const Json& link) {
+  const auto percent = [&link](const char* direction) {
+    return std::to_string(static_cast<int>(link.value(direction, 0.0) * 100 + 0.5)) + "%";
+  };
+  const bool alone = link.value("h2d", 1.0) >= 1 && link.value("d2h", 1.0) >= 1;
+  return alone ? "" : "  link h2d " + percent("h2d") + ", d2h " + percent("d2h");
+}
+
+// What ended processes were leased and somebody still holds.
+std::string withheld_lines(const Json& accounts) {
+  std::string text;
+  for (const Json& account : accounts) {
+    if (account.value("withheld", std::uint64_t{0}) == 0) continue;
+    text += account.value("tier", "") + " of device " + account.value("place", "") + ": " +
+            bytes(account, "withheld") + " of ended processes not free yet, as the driver says\n";
+  }
+  return text;
+}
+
 std::string process_line(const Json& process) {
   const Json leased = process.value("leased", Json::object());
   return "  pid " + std::to_string(process.value("pid", 0)) + "  " + process.value("job", "") + "  device " +
@@ -20,6 +40,7 @@ std::string process_line(const Json& process) {
          bytes(leased, "ddr") + "  peak hbm " + bytes(process, "hbm_peak_bytes") + ", ddr " +
          bytes(process, "ddr_peak_bytes") + "  steps " +
          std::to_string(process.value("steps", std::uint64_t{0})) +
+         link_part(process.value("link", Json::object())) +
          (process.value("deaf", false) ? "  does not answer" : "") +
          (process.value("passthrough", false) ? "  switched off" : "") + "\n";
 }
@@ -38,6 +59,7 @@ std::string status_text(const std::string& status_json) {
   for (const char* tier : {"hbm", "ddr"}) {
     text += std::string(tier) + ": " + bytes(leased, tier) + " leased of " + bytes(budget, tier) + "\n";
   }
+  text += withheld_lines(json.value("accounts", Json::array()));
   text += std::to_string(json.value("clients_total", 0)) + " processes\n";
   for (const Json& process : json.value("clients", Json::array())) text += process_line(process);
   return text;

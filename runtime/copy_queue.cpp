@@ -4,12 +4,18 @@
 #include <system_error>
 
 #include "runtime/assert.hpp"
-#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
 // Chunks on the device at a time in one lane of background copies, however small: queues are bounded.
 constexpr std::size_t kMostChunks = 256;
+// What tells the link's rate; less is mostly the start of a copy.
+constexpr Bytes kTelling = 1_MiB;
+// Background copies give way to collectives for so long before each chunk: a floor of several GB/s with whole
+// chunks, however many collectives there are, and whether or not who announced one still lives.
+constexpr Nanoseconds kLongestYield = std::chrono::milliseconds(10);
+// Between two looks whether a collective has ended. Nobody may be asked to wake others for it.
+constexpr Nanoseconds kCollectiveLook = std::chrono::microseconds(500);
 
 Nanoseconds now() { return steady_clock().now(); }
 
@@ -30,7 +36,15 @@ void Bell::wait(const std::stop_token& stop, std::optional<Nanoseconds> until) {
   rung_ = false;
 }
 
+CopyQueue::CopyQueue(Parts parts)
+    : parts_(std::move(parts)), link_(parts_.device.link_time(), static_cast<std::size_t>(parts_.direction)) {
+  const DeviceInfo& info = parts_.device.info();
+  fastest_ = parts_.direction == Direction::kH2D ? info.h2d_bytes_per_second : info.d2h_bytes_per_second;
+  parts_.device.link_time().count_copier();
+}
+
 CopyQueue::~CopyQueue() {
+  parts_.device.link_time().discount_copier();
   for (Lane& lane : lanes_) {
     lane.watch.reset();
     if (lane.stream != Stream{}) parts_.device.destroy_stream(lane.stream);
@@ -85,14 +99,21 @@ void CopyQueue::retire(LaneId lane_id) {
     failed_ = true;
     fail(chunk.job, arrived.error());
   } else if (const auto spent = parts_.device.seconds_between(*chunk.begun, *chunk.arrived)) {
-    job.seconds += *spent;
-    metrics().add<Metric::kTransferSeconds>(parts_.direction, job.reason, *spent);
-    if (parts_.options.on_moved != nullptr) {
-      parts_.options.on_moved(
-          {parts_.direction, job.reason, chunk.size, *chunk.begun, *chunk.arrived, job.label});
-    }
+    note_arrival(chunk, *spent);
   }
   report_if_over(chunk.job);
+}
+
+void CopyQueue::note_arrival(const Chunk& chunk, double seconds) {
+  chunk.job->seconds += seconds;
+  if (chunk.size >= kTelling && seconds > 0)
+    fastest_ = std::max(fastest_, static_cast<double>(chunk.size.count()) / seconds);
+  link_.note_spent(seconds);
+  metrics().add<Metric::kTransferSeconds>(parts_.direction, chunk.job->reason, seconds);
+  if (parts_.options.on_moved != nullptr) {
+    parts_.options.on_moved(
+        {parts_.direction, chunk.job->reason, chunk.size, *chunk.begun, *chunk.arrived, chunk.job->label});
+  }
 }
 
 // A stream keeps its failure until asked for it. Nothing is in flight, so nothing is waited for; but what is
@@ -124,6 +145,7 @@ void CopyQueue::unhold(const CopyJobRef& job) {
   job->ready = nullptr;
   const auto found = std::find(held_.begin(), held_.end(), job);
   if (found != held_.end()) held_.erase(found);
+  if (held_.empty() && held_for_) count_held(std::nullopt, now());
 }
 
 void CopyQueue::fail(const CopyJobRef& job, const Error& error) {
@@ -228,16 +250,57 @@ bool CopyQueue::urgent_waits() const {
 
 // Its next chunk; the job's ticket says how that went.
 void CopyQueue::send_background(const CopyJobRef& job) {
+  yields_since_.reset();
   const Status sent = send(kBackgroundLane, job, parts_.options.chunk, job->ready);
   if (sent.ok() && !job->held && job->on_done != nullptr) watch(lanes_[kBackgroundLane]);
 }
 
+bool CopyQueue::may_go(const CopyJob& job) { return !failed_ && room_for(job) && !urgent_waits(); }
+
+void CopyQueue::follow_lease(Nanoseconds at) {
+  const double part = link_.usable(at);
+  const double lease = part < 1 ? part * fastest_ : 0;
+  lease_limits_ = lease > 0 && (wanted_cap_ <= 0 || lease < wanted_cap_);
+  const double rate = lease_limits_ ? lease : wanted_cap_;
+  if (rate != cap_.rate()) cap_.set_rate(rate, at);
+}
+
+bool CopyQueue::gives_way(Nanoseconds at) {
+  if (!link_.collective_runs(at)) {
+    yields_since_.reset();
+    return false;
+  }
+  if (!yields_since_) yields_since_ = at;
+  return at - *yields_since_ < kLongestYield;
+}
+
+// What keeps a background chunk from the link that the device could take; none: nothing does.
+std::optional<LinkHold> CopyQueue::link_hold(Nanoseconds at) {
+  follow_lease(at);
+  if (!cap_.open(at)) {
+    // What waits for compute is not kept from the link.
+    if (lease_limits_ && (held_.empty() || !shut(held_.front()->ready))) link_.note_limited(at);
+    return LinkHold::kLease;
+  }
+  if (gives_way(at)) return LinkHold::kCollective;
+  return std::nullopt;
+}
+
+void CopyQueue::count_held(std::optional<LinkHold> hold, Nanoseconds at) {
+  if (held_for_) metrics().add<Metric::kLinkHeld>(parts_.direction, *held_for_, at - held_since_);
+  held_for_ = hold;
+  held_since_ = at;
+}
+
 void CopyQueue::dispatch() {
-  while (!held_.empty() && !failed_ && room_for(*held_.front()) && cap_.open(now())) {
-    if (urgent_waits()) break;
+  std::optional<LinkHold> hold;
+  while (!held_.empty() && may_go(*held_.front())) {
+    hold = link_hold(now());
+    if (hold) break;
     const CopyJobRef job = held_.front();
     send_background(job);
   }
+  if (hold || held_for_) count_held(hold, now());
   if (held_.empty()) return;
   watch(lanes_[kBackgroundLane]);
   watch_urgent_begin();
@@ -338,7 +401,7 @@ Status CopyQueue::submit_urgent(const CopyJobRef& job, Event after) {
 Status CopyQueue::submit_background(const CopyJobRef& job, Event after) {
   held_bytes_ += job->rest;
   const bool first = held_.empty();
-  const bool at_once = first && !failed_ && room_for(*job) && cap_.open(now()) && !urgent_waits();
+  const bool at_once = first && may_go(*job) && !link_hold(now());
   if (after != Event{}) {
     Status behind = at_once ? parts_.device.wait(lanes_[kBackgroundLane].stream, after) : gate(*job, after);
     if (!behind.ok()) return behind;
@@ -454,7 +517,8 @@ Result<double> CopyQueue::seconds(const CopyJobRef& job) {
 void CopyQueue::set_cap(double bytes_per_second) {
   {
     const std::lock_guard lock(mutex_);
-    cap_.set_rate(bytes_per_second, now());
+    wanted_cap_ = bytes_per_second;
+    follow_lease(now());
   }
   parts_.bell->ring();
 }
@@ -489,8 +553,11 @@ CopyQueue::Turn CopyQueue::take_turn() {
   dispatch();
   Turn turn{.ended = with_status(ended_), .look_at = {}};
   if (!held_.empty() || awaited_ > 0) turn.look_at = now() + parts_.options.look_again;
-  if (!held_.empty() && !failed_ && room_for(*held_.front()) && !urgent_waits())
-    turn.look_at = std::min(*turn.look_at, cap_.opens_at(now()));
+  if (held_for_) {
+    const Nanoseconds at = now();
+    const Nanoseconds next = *held_for_ == LinkHold::kLease ? cap_.opens_at(at) : at + kCollectiveLook;
+    turn.look_at = std::min(*turn.look_at, next);
+  }
   return turn;
 }
 

@@ -11,6 +11,11 @@
 // A copy engine stays with a stream for as long as that has copies queued. So an urgent copy passes by making
 // room: while one could start and has not, nothing more goes out in the background.
 //
+// Two more things hold the background back: what the process may use of the link's time, which it shares with
+// others, as a rate of the fastest that the link has been seen; and collectives on the device, by whichever
+// process, to which copies give way: then a chunk goes out each kLongestYield and no more. Neither concerns
+// urgent copies.
+//
 // Every public call but close() may come from any thread. Whoever finds room dispatches: the submitter where
 // nothing is ahead, else the engine's thread, which a Bell wakes when a chunk has completed. Nothing here
 // waits on the host, but for a failed submit() (for what it had started), synchronize() and close().
@@ -36,6 +41,8 @@
 #include "runtime/copy_engine.hpp"
 #include "runtime/copy_events.hpp"
 #include "runtime/event_watch.hpp"
+#include "runtime/link_time.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 
@@ -91,7 +98,7 @@ class CopyQueue {
     Direction direction;
     const CopyEngine::Options& options;
   };
-  explicit CopyQueue(Parts parts) : parts_(std::move(parts)) {}
+  explicit CopyQueue(Parts parts);
   ~CopyQueue();  // after close()
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
@@ -107,7 +114,7 @@ class CopyQueue {
   void cancel(const CopyJobRef& job);
   [[nodiscard]] Result<double> seconds(const CopyJobRef& job);
   void set_cap(double bytes_per_second);
-  [[nodiscard]] double cap() const;
+  [[nodiscard]] double cap() const;  // the smaller of it and what the lease allows
   [[nodiscard]] Bytes held_back() const;
 
   struct Ended {  // somebody wants to know
@@ -155,6 +162,12 @@ class CopyQueue {
   void renew_streams();
   void dispatch();
   void send_background(const CopyJobRef& job);
+  [[nodiscard]] bool may_go(const CopyJob& job);
+  [[nodiscard]] std::optional<LinkHold> link_hold(Nanoseconds at);
+  void follow_lease(Nanoseconds at);
+  [[nodiscard]] bool gives_way(Nanoseconds at);
+  void count_held(std::optional<LinkHold> hold, Nanoseconds at);
+  void note_arrival(const Chunk& chunk, double seconds);
   [[nodiscard]] bool room_for(const CopyJob& job) const;
   [[nodiscard]] bool behind_the_gate_of_another(const CopyJob& job) const;
   [[nodiscard]] bool urgent_waits() const;
@@ -190,6 +203,13 @@ class CopyQueue {
   std::deque<CopyJobRef> held_;
   Bytes held_bytes_;
   CopyCap cap_;
+  double wanted_cap_ = 0;  // by set_cap()
+  LinkView link_;
+  double fastest_ = 0;                       // bytes a second of this direction, as stated or seen
+  bool lease_limits_ = false;                // more than wanted_cap_ does
+  std::optional<Nanoseconds> yields_since_;  // to collectives
+  std::optional<LinkHold> held_for_;         // since held_since_; none: for other reasons
+  Nanoseconds held_since_{0};
   bool failed_ = false;  // a stream has; until all in flight has ended
   bool closed_ = false;
   int awaited_ = 0;  // given out, with an on_done, and not over

@@ -16,6 +16,7 @@
 #include <optional>
 #include <thread>
 
+#include "runtime/link_time.hpp"
 #include "runtime/metrics.hpp"
 #include "runtime/shared_page.hpp"
 #include "runtime/thread_signals.hpp"
@@ -70,6 +71,7 @@ struct DaemonLink::Impl {
   WallClock::time_point next_attempt{};
   std::array<bool, static_cast<std::size_t>(Saying::kCount)> said{};
   std::size_t fork_slot = kMaxLinks;
+  std::shared_ptr<LinkBoard> board;  // that options.link_time has a seat at
 
   std::atomic<bool> stopping{false};
   std::atomic<bool> connected{false};
@@ -88,7 +90,10 @@ struct DaemonLink::Impl {
   bool wishes_due = false;                             // the daemon does not know them
   std::thread thread;
 
-  ~Impl() { forget_socket(); }
+  ~Impl() {
+    forget_socket();
+    leave_seat();
+  }
 
   void say(Saying kind, const std::string& line) {
     bool& before = said[static_cast<std::size_t>(kind)];
@@ -112,9 +117,23 @@ struct DaemonLink::Impl {
     fork_slot = kMaxLinks;
   }
 
+  // Without a seat the process's copies are limited by nobody.
+  void take_seat(Envelope& welcome) {
+    const std::size_t seat = std::get<Welcome>(welcome.message).link_seat;
+    if (options.link_time == nullptr || !welcome.fd.valid() || seat == 0 || seat > LinkBoard::kSlots) return;
+    auto opened = LinkBoard::open(std::move(welcome.fd));
+    if (!opened) return;
+    board = *std::move(opened);
+    options.link_time->take_seat(board, seat - 1);
+  }
+  void leave_seat() {
+    if (board != nullptr) options.link_time->leave_seat(std::exchange(board, nullptr).get());
+  }
+
   // The connection is of no more use; what was granted stays granted.
   void hang_up() {
     forget_socket();
+    leave_seat();
     connection.close();
     connected.store(false, std::memory_order_release);
     const std::lock_guard lock(mutex);
@@ -132,6 +151,7 @@ struct DaemonLink::Impl {
     hello.capacity = options.capacity.count();
     hello.run = options.run;
     hello.numa_node = options.numa_node;
+    hello.course = passthrough.load(std::memory_order_relaxed) ? Course::kPassthrough : Course::kTiering;
     const Holdings held = options.holdings ? options.holdings() : Holdings{};
     const std::lock_guard lock(mutex);
     for (std::size_t tier = 0; tier < kTierCount; ++tier) {
@@ -163,7 +183,7 @@ struct DaemonLink::Impl {
 
   // Sends and waits for the answer with the same sequence number. Errors: kTimeout, kCancelled (stopping),
   // kIo, kProtocol, and what a Refusal says; after each of them the connection is of no more use.
-  Result<Message> exchange(const Message& message, int fd = -1) {
+  Result<Envelope> exchange(const Message& message, int fd = -1) {
     const std::uint32_t mine = ++sequence;
     if (Status sent = connection.send(message, mine, fd); !sent) {
       count(FaultPoint::kWireSend);
@@ -180,7 +200,7 @@ struct DaemonLink::Impl {
       }
       if (const auto* refusal = std::get_if<Refusal>(&reply->message))
         return Error{refusal->code, refusal->text};
-      if (reply->sequence == mine) return std::move(reply->message);
+      if (reply->sequence == mine) return reply;
       if (reply->sequence == 0) take_unasked(reply->message);
     }
     return Error{Errc::kTimeout, "the daemon at " + options.socket + " does not answer"};
@@ -195,8 +215,8 @@ struct DaemonLink::Impl {
     }
     connection = std::move(*connecting);
     remember_socket();
-    const auto reply = exchange(hello(), options.page_fd);
-    const auto* welcome = reply ? std::get_if<Welcome>(&*reply) : nullptr;
+    auto reply = exchange(hello(), options.page_fd);
+    const auto* welcome = reply ? std::get_if<Welcome>(&reply->message) : nullptr;
     if (welcome == nullptr) {
       const std::string why = reply ? "it did not say welcome" : reply.error().text;
       say(Saying::kRefused, "not joined to the daemon at " + options.socket + ": " + why);
@@ -210,6 +230,7 @@ struct DaemonLink::Impl {
       leased.store(std::max(leased.load(std::memory_order_relaxed), welcome->leased[tier]),
                    std::memory_order_relaxed);
     }
+    take_seat(*reply);
     pause = options.first_pause;
     wishes_due = true;
     joins.fetch_add(1, std::memory_order_relaxed);
@@ -292,7 +313,7 @@ struct DaemonLink::Impl {
       lost(reply.error());
       return reply.error();
     }
-    const auto* grant = std::get_if<LeaseGrant>(&*reply);
+    const auto* grant = std::get_if<LeaseGrant>(&reply->message);
     if (grant == nullptr || grant->tier != request.tier || grant->granted > request.wanted) {
       const Error error{Errc::kProtocol, "the daemon granted what was not asked for"};
       lost(error);

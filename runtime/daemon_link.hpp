@@ -22,6 +22,8 @@
 
 namespace terrace {
 
+class LinkTime;
+
 class DaemonLink {
  public:
   using Holdings = std::array<Bytes, kTierCount>;  // by TierId
@@ -41,6 +43,9 @@ class DaemonLink {
     int numa_node = -1;       // whose memory the process pins; -1: not one alone
     std::uint64_t run = 0;    // the `terrace run` this process belongs to; 0: none
     int page_fd = -1;         // SharedPage::fd(); stays the caller's, open as long as the link
+    // Of that device, if this process copies across its link: has the process's seat at the daemon's board
+    // while connected. Outlives the link.
+    LinkTime* link_time = nullptr;
     // Bytes really held, by tier; called by the link's thread (and by start()) each time it joins a daemon.
     // A successor is told the larger of this and the lease. Empty: the lease alone.
     std::function<Holdings()> holdings;

@@ -1,6 +1,11 @@
 #include "runtime/device.hpp"
 
+#include "runtime/link_time.hpp"
+
 namespace terrace {
+
+Device::Device() : link_time_(std::make_unique<LinkTime>()) {}
+Device::~Device() = default;
 
 const char* name_of(Direction direction) {
   switch (direction) {
@@ -24,6 +29,10 @@ Error no_fp8(const Device& device) {
 
 Status Device::pack_fp8(Stream, const Fp8Blocks&) { return no_fp8(*this); }
 Status Device::unpack_fp8(Stream, const Fp8Blocks&) { return no_fp8(*this); }
+
+Status Device::write_word(Stream, std::atomic<std::uint32_t>&, std::uint32_t) {
+  return Error{.code = Errc::kNotSupported, .text = info().kind + " devices write no words"};
+}
 
 Bytes whole_size(std::span<const PhysicalPiece> pieces) {
   Bytes sum;

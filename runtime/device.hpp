@@ -92,10 +92,14 @@ struct MemoryInfo {
 
 struct RingExchange;  // runtime/ring_exchange.hpp
 struct Fp8Blocks;     // runtime/fp8_blocks.hpp
+class LinkTime;       // runtime/link_time.hpp
 
 class Device {
  public:
-  virtual ~Device() = default;
+  Device();
+  virtual ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
   [[nodiscard]] virtual const DeviceInfo& info() const = 0;
 
   // --- Physical memory at reserved addresses. Sizes are multiples of info().granularity. ---
@@ -162,6 +166,9 @@ class Device {
   // Runs `work` on a host thread in stream order. On cuda it must not call the device; with host_kernels it
   // is the way operators are launched.
   [[nodiscard]] virtual Status launch_host(Stream stream, std::function<void()> work) = 0;
+  // Writes a word of pinned host memory in stream order. Errors: kNotSupported, what the device said.
+  [[nodiscard]] virtual Status write_word(Stream stream, std::atomic<std::uint32_t>& word,
+                                          std::uint32_t value);
   // How many blocks of an exchange through ring buffers run here at once. Loads its code: asked before the
   // first exchange, which then allocates nothing. Errors: kNotSupported, kOutOfMemory, kDeviceLost.
   [[nodiscard]] virtual Result<std::uint32_t> exchange_blocks() = 0;
@@ -178,12 +185,16 @@ class Device {
   // Makes the device's context current on the calling thread, for libraries that need one.
   [[nodiscard]] virtual Status bind_thread() = 0;
 
+  // How this process shares the device's link with others.
+  [[nodiscard]] LinkTime& link_time() const { return *link_time_; }
+
  protected:
   // A stream has ended: alive() says so already.
   void count_stream_end() { streams_ended_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
   std::atomic<std::uint64_t> streams_ended_{0};
+  const std::unique_ptr<LinkTime> link_time_;
 };
 
 struct EmulatedOptions {

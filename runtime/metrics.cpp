@@ -84,6 +84,8 @@ const char* text_of(MetricUnit unit) {
       return "bytes";
     case MetricUnit::kSeconds:
       return "seconds";
+    case MetricUnit::kRatio:
+      return "ratio";
   }
   return "count";
 }
@@ -228,6 +230,7 @@ const char* name_of(KeptState state) {
 
 const char* name_of(Estimate estimate) { return estimate == Estimate::kPredicted ? "predicted" : "measured"; }
 const char* name_of(StreamedOutcome found) { return found == StreamedOutcome::kFound ? "found" : "loaded"; }
+const char* name_of(LinkHold hold) { return hold == LinkHold::kLease ? "lease" : "collective"; }
 const char* name_of(RingSlotState state) { return state == RingSlotState::kFree ? "free" : "held"; }
 
 void MetricsPage::clear() {

@@ -71,6 +71,8 @@ enum class KeptState : std::uint8_t { kSettled = 0, kLeaving, kArriving };  // a
 enum class Estimate : std::uint8_t { kPredicted = 0, kMeasured };
 enum class StreamedOutcome : std::uint8_t { kFound = 0, kLoaded };
 enum class RingSlotState : std::uint8_t { kFree = 0, kHeld };
+// What a background copy is held back for while the link could carry it.
+enum class LinkHold : std::uint8_t { kLease = 0, kCollective };
 [[nodiscard]] const char* name_of(FallbackReason reason);  // "step_cancelled", "layer_order", ...
 [[nodiscard]] const char* name_of(MetricKind kind);        // "matmul", "gmm", "attention", "scan"
 [[nodiscard]] const char* name_of(FetchOutcome outcome);   // "hit", "miss", "late"
@@ -82,6 +84,7 @@ enum class RingSlotState : std::uint8_t { kFree = 0, kHeld };
 [[nodiscard]] const char* name_of(Estimate estimate);      // "predicted", "measured"
 [[nodiscard]] const char* name_of(StreamedOutcome found);  // "found", "loaded"
 [[nodiscard]] const char* name_of(RingSlotState state);    // "free", "held"
+[[nodiscard]] const char* name_of(LinkHold hold);          // "lease", "collective"
 
 namespace detail {
 inline constexpr int kFaultPointCount = 0
@@ -114,13 +117,14 @@ TERRACE_LABEL(KeptState, "state", 3)
 TERRACE_LABEL(Estimate, "estimate", 2)
 TERRACE_LABEL(StreamedOutcome, "outcome", 2)
 TERRACE_LABEL(RingSlotState, "state", 2)
+TERRACE_LABEL(LinkHold, "reason", 2)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)
 #undef TERRACE_LABEL
 
 // --- The table ---
 
 enum class MetricType : std::uint8_t { kCounter, kGauge, kPeak };
-enum class MetricUnit : std::uint8_t { kCount, kBytes, kSeconds };
+enum class MetricUnit : std::uint8_t { kCount, kBytes, kSeconds, kRatio };  // the last: of the node alone
 
 enum class Metric : std::uint8_t {
 #define METRIC(id, name, type, unit, labels, help) id,

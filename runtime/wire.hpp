@@ -1,6 +1,7 @@
 // The protocol between a process and terraced: small fixed-size messages over a Unix SOCK_SEQPACKET socket.
 //
-// A client says Hello with its metrics page, is told Welcome, and then asks for and gives back leases; every
+// A client says Hello with its metrics page, is told Welcome with the board of its device's link
+// (runtime/link_board.hpp), and then asks for and gives back leases; every
 // request has one answer that carries its sequence number. A message of another version, length or type, or
 // with a value out of range, is answered with Refusal where possible, and the connection is closed.
 // An observer (the terrace command) says Hello without a page; it asks for the status, for a reload of the
@@ -32,6 +33,7 @@ inline constexpr std::size_t kMaxWireText = 48 << 10;  // longest text of a Stat
 using TierBytes = std::array<std::uint64_t, kTierCount>;  // by TierId
 
 enum class Role : std::uint32_t { kClient = 0, kObserver = 1 };
+enum class Course : std::uint32_t { kTiering = 0, kPassthrough = 1 };
 
 // Text in a fixed field; cut where too long, read up to the first zero.
 template <std::size_t N>
@@ -49,19 +51,19 @@ struct Hello {
   std::int32_t pid = 0;
   Role role = Role::kClient;
   WireText<64> job;
-  WireText<32> device;          // which HBM the client uses: a PCI address, "emulated:0"
-  std::uint64_t capacity = 0;   // of that device, bytes; 0: not known
-  std::uint64_t run = 0;        // the `terrace run` it belongs to; 0: none
-  TierBytes held{};             // what it was leased before and still holds
-  std::int32_t numa_node = -1;  // whose memory it pins; -1: not one alone, or not known
-  std::uint32_t reserved = 0;
+  WireText<32> device;               // which HBM the client uses: a PCI address, "emulated:0"
+  std::uint64_t capacity = 0;        // of that device, bytes; 0: not known
+  std::uint64_t run = 0;             // the `terrace run` it belongs to; 0: none
+  TierBytes held{};                  // what it was leased before and still holds
+  std::int32_t numa_node = -1;       // whose memory it pins; -1: not one alone, or not known
+  Course course = Course::kTiering;  // as an earlier daemon has steered it
 };
 struct Welcome {
   std::uint64_t client = 0;
   std::int32_t daemon_pid = 0;
-  std::uint32_t reserved = 0;
-  TierBytes budget{};  // of the node; HBM: of the client's device
-  TierBytes leased{};  // to this client
+  std::uint32_t link_seat = 0;  // one more than the client's slot on the board that comes along; 0: none does
+  TierBytes budget{};           // of the node; HBM: of the client's device
+  TierBytes leased{};           // to this client
 };
 // What becomes of the part of a request that can't be granted at once.
 enum class Unmet : std::uint32_t {
@@ -96,7 +98,6 @@ struct ShrinkReply {
   std::uint64_t ask = 0;
   std::uint64_t released = 0;  // given back with this message; less than asked: the client needs the rest
 };
-enum class Course : std::uint32_t { kTiering = 0, kPassthrough = 1 };
 struct Steer {  // to one client: how it treats new work
   Course course = Course::kTiering;
   std::uint32_t reserved = 0;
@@ -128,7 +129,7 @@ using Message = std::variant<Hello, Welcome, LeaseRequest, Release, LeaseGrant, 
 struct Envelope {
   std::uint32_t sequence = 0;
   Message message;
-  OwnedFd fd;  // a Hello's page
+  OwnedFd fd;  // a Hello's page, a Welcome's board
 };
 
 // Text longer than kMaxWireText is cut.

@@ -64,6 +64,7 @@ Status Session::Impl::join_daemon() {
   }
   options.device = device.info().pci.empty() ? device.info().kind + ":0" : device.info().pci;
   options.capacity = device.info().capacity;
+  options.link_time = &device.link_time();
   if (numa_nodes.size() == 1) options.numa_node = numa_nodes.front();
   options.holdings = [this] {
     DaemonLink::Holdings held{};

@@ -39,7 +39,8 @@ RingRank::RingRank(Device& device, HbmPool& pool, const RingOptions& options, st
       rank_(rank),
       layout_(layout),
       shape_(options.shape),
-      window_(options.slots) {}
+      window_(options.slots),
+      collectives_(device) {}
 
 RingRank::~RingRank() {
   finish();
@@ -112,6 +113,7 @@ Status RingRank::reserve(Stream stream) {
     if (!created.ok()) return std::move(created).error();
     *event = *created;
   }
+  collectives_.prepare();
   done = device_.fill(stream, block_->address, 0, Bytes(ring_data_offset(layout_)));
   if (!done.ok()) return done;
   // A first launch may load code, for which a device may have to come to rest: not among waiting kernels.
@@ -164,6 +166,8 @@ Status RingRank::usable() const {
 
 Status RingRank::queue(Stream stream, const RingExchange& exchange) {
   note(stream);
+  if (exchange.step == RingStep::kRelease) return device_.exchange(stream, exchange);
+  const Collectives::Announced announced = collectives_.announce(stream);
   return device_.exchange(stream, exchange);
 }
 
@@ -271,6 +275,7 @@ Status RingRank::exchange_by_engines(Stream stream, const RingEqualParts& parts)
   exchange.equal_bytes = parts.each.count();
   note(stream);
   note(*side_);
+  const Collectives::Announced announced = collectives_.announce(stream);
   Status done = device_.record(stream, *forked_);
   if (done.ok()) done = device_.wait(*side_, *forked_);
   if (done.ok()) done = device_.exchange(stream, exchange);

@@ -3,6 +3,8 @@
 // Calls of one rank come from one thread at a time and in the same order on every rank; different ranks may
 // call at the same time. Their work must be ordered: one stream, or streams that wait for each other. The
 // host waits for nothing. No call here allocates: everything was reserved when the ring was made.
+//
+// Exchanges are announced as collectives, to which background copies give way.
 #pragma once
 
 #include <array>
@@ -15,6 +17,7 @@
 #include "allocator/hbm_pool.hpp"
 #include "allocator/ring/ring_protocol.hpp"
 #include "runtime/clock.hpp"
+#include "runtime/collectives.hpp"
 #include "runtime/device.hpp"
 #include "runtime/ring_exchange.hpp"
 
@@ -152,7 +155,8 @@ class RingRank {
   std::optional<Event> forked_;
   std::optional<Event> joined_;
   std::vector<Stream> streams_;  // that have been used
-  Status failed_;                // a step that could not be queued: the ranks no longer agree
+  Collectives collectives_;
+  Status failed_;  // a step that could not be queued: the ranks no longer agree
   std::array<std::uint64_t, kRingMostRanks> told_sent_{};
   std::array<std::uint64_t, kRingMostRanks> told_received_{};
 };

@@ -1,6 +1,7 @@
 #include "hooks/nccl/ring_adapter.hpp"
 
 #include <utility>
+#include <vector>
 
 namespace terrace::hooks::nccl {
 
@@ -76,6 +77,11 @@ Status exchange_parts(const Library& library, std::span<const SendReceive> sides
     return Error{.code = Errc::kInvalidArgument,
                  .text = "NCCL exchange: " + std::to_string(side.send_sizes.size()) + " sizes to send, " +
                          std::to_string(side.receive_sizes.size()) + " to receive; give one a rank"};
+  }
+  // What is queued in a group is on its stream when the group has ended.
+  std::vector<Collectives::Announced> announced;
+  for (const SendReceive& side : sides) {
+    if (side.collectives != nullptr) announced.push_back(side.collectives->announce(side.announced_on));
   }
   Status done = check(library, library.group_start(), "ncclGroupStart");
   if (!done.ok()) return done;

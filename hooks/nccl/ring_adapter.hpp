@@ -10,6 +10,7 @@
 
 #include "allocator/ring/ring_rank.hpp"
 #include "hooks/nccl/library.hpp"
+#include "runtime/collectives.hpp"
 
 namespace terrace::hooks::nccl {
 
@@ -44,6 +45,10 @@ struct SendReceive {
   std::span<const Bytes> send_sizes;
   Address receive = nullptr;
   std::span<const Bytes> receive_sizes;
+  // Announces the exchange to background copies of the device, which give way; null: nobody does. Then
+  // `announced_on` is the same stream, as the device names it.
+  Collectives* collectives = nullptr;
+  Stream announced_on{};
 };
 
 // Queues the sides of all ranks of this process in one group: one side where each rank has a process. Parts

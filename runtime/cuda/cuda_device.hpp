@@ -84,6 +84,8 @@ class CudaDevice final : public Device {
                                   std::span<const Transfer> pieces) override;
   [[nodiscard]] Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) override;
   [[nodiscard]] Status launch_host(Stream stream, std::function<void()> work) override;
+  [[nodiscard]] Status write_word(Stream stream, std::atomic<std::uint32_t>& word,
+                                  std::uint32_t value) override;
   [[nodiscard]] Result<std::uint32_t> exchange_blocks() override;
   [[nodiscard]] Status exchange(Stream stream, const RingExchange& exchange) override;
   [[nodiscard]] Status pack_fp8(Stream stream, const Fp8Blocks& blocks) override;

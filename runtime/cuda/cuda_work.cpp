@@ -237,4 +237,15 @@ Status CudaDevice::launch_host(Stream stream, std::function<void()> work) {
   return launched;
 }
 
+// Without a kernel and without the host: the front end of the stream does it.
+Status CudaDevice::write_word(Stream stream, std::atomic<std::uint32_t>& word, std::uint32_t value) {
+  if (auto fault = device_fault(FaultPoint::kDeviceLaunch)) return *std::move(fault);
+  if (driver_.cuStreamWriteValue32 == nullptr)
+    return Error{.code = Errc::kNotSupported, .text = "cuda: this driver has no cuStreamWriteValue32"};
+  const CUstream queue = stream_of(stream).handle;
+  const CUdeviceptr at = pointer_of(reinterpret_cast<std::byte*>(&word));
+  return call("cuStreamWriteValue32", Bytes(sizeof word),
+              [&] { return driver_.cuStreamWriteValue32(queue, at, value, CU_STREAM_WRITE_VALUE_DEFAULT); });
+}
+
 }  // namespace terrace::cuda

@@ -221,4 +221,8 @@ Status EmulatedDevice::launch_host(Stream stream, std::function<void()> work) {
   return {};
 }
 
+Status EmulatedDevice::write_word(Stream stream, std::atomic<std::uint32_t>& word, std::uint32_t value) {
+  return launch_host(stream, [&word, value] { word.store(value, std::memory_order_release); });
+}
+
 }  // namespace terrace

@@ -32,6 +32,10 @@ JobRule parse_job(const toml::table& table, Problems& problems) {
   job.priority = static_cast<int>(reader.integer("priority", job.priority, {1, kHighestPriority}).value);
   job.hbm_guarantee = reader.amount("hbm_guarantee", job.hbm_guarantee, AutoAllowed::kNo).value;
   job.ddr_guarantee = reader.amount("ddr_guarantee", job.ddr_guarantee, AutoAllowed::kNo).value;
+  const auto link = reader.amount("link_guarantee", Amount::of_share(0), AutoAllowed::kNo);
+  job.link_guarantee = link.value.share;
+  if (link.value.form == Amount::Form::kBytes && link.value.bytes > Bytes())
+    reader.problem(*link.position, "link_guarantee", "is of time, not of bytes; use a share up to \"100%\"");
   return job;
 }
 

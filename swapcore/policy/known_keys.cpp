@@ -43,6 +43,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"daemon.job", "priority", "1"},
     {"daemon.job", "hbm_guarantee", "\"0\""},
     {"daemon.job", "ddr_guarantee", "\"0\""},
+    {"daemon.job", "link_guarantee", "\"0\""},
 };
 
 }  // namespace

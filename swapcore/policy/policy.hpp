@@ -69,6 +69,7 @@ struct JobRule {
   int priority = 1;   // a job of priority 4 is due four times what one of priority 1 is
   Amount hbm_guarantee = Amount::of(Bytes());  // on each device
   Amount ddr_guarantee = Amount::of(Bytes());  // on each NUMA node
+  double link_guarantee = 0;                   // of the time of each device's link and direction, 0..1
 };
 
 struct Policy {

@@ -84,6 +84,7 @@ Status Stash::join_daemon(const std::string& job) {
   const DeviceInfo& info = device_.info();
   options.device = info.pci.empty() ? info.kind + ":" + std::to_string(info.id.index) : info.pci;
   options.capacity = info.capacity;
+  options.link_time = &device_.link_time();
   options.holdings = [this] {
     DaemonLink::Holdings held{};
     held[static_cast<std::size_t>(TierId::kDdr)] = Bytes(ddr_claim_.load(std::memory_order_relaxed));

@@ -232,6 +232,26 @@ TEST_F(RingOfTwo, TakesItsMemoryFromTheCommPoolAndGivesItBack) {
   EXPECT_EQ(world_.pool(0).usage().live, before);
 }
 
+TEST_F(RingOfTwo, AnExchangeIsAnnouncedToCopiesWhileItRuns) {
+  expect_ok(world_.make_ring(small_ring()));
+  world_.fill_equal(1024, 1);
+  LinkTime& link = world_.device(0).link_time();
+  const CollectiveLane& lane = link.seat().own().lanes[0];
+  exchange_both();
+  synchronize();
+  EXPECT_EQ(lane.begun, 0U) << "nobody copies, nobody listens";
+  link.count_copier();
+  for (std::uint32_t i = 1; i <= 2; ++i) {
+    expect_ok(exchange(0));
+    while (lane.begun != i) std::this_thread::yield();
+    EXPECT_EQ(lane.ended, i - 1) << "it waits for the other rank";
+    expect_ok(exchange(1));
+    synchronize();
+    EXPECT_EQ(lane.ended, i);
+  }
+  link.discount_copier();
+}
+
 TEST_F(RingOfTwo, AnOverflowIsToldOnceToBothAndTheRingGoesOn) {
   expect_ok(world_.make_ring(small_ring()));
   world_.fill({{16, (192_KiB).count()}, {32, 48}}, 1);
@@ -421,6 +441,7 @@ TEST_F(RingOfTwo, ChoosesAShapeThatTheDeviceRunsAtOnce) {
 }
 
 TEST(RingBuffers, LeakNothingWhicheverCallFails) {
+  unsigned failures = 0;
   for (std::uint64_t nth = 1;; ++nth) {
     Emulated machine(3, 16_MiB);
     bool fired = false;
@@ -434,7 +455,8 @@ TEST(RingBuffers, LeakNothingWhicheverCallFails) {
         const ScopedFaults faults(fail_call(nth));
         const Status made = world.make_ring(options);
         fired = faults.fired();
-        EXPECT_EQ(made.ok(), !fired) << "call " << nth;
+        EXPECT_TRUE(made.ok() || fired) << "call " << nth;
+        failures += made.ok() ? 0 : 1;
       }
       world.drop_ring();
       for (std::uint32_t rank = 0; rank < 3; ++rank) {
@@ -449,7 +471,7 @@ TEST(RingBuffers, LeakNothingWhicheverCallFails) {
       EXPECT_EQ(device->live_streams(), 0);
     }
     if (!fired) {
-      EXPECT_GT(nth, 20U);
+      EXPECT_GT(failures, 20U);
       break;
     }
   }

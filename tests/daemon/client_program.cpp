@@ -1,6 +1,7 @@
 // A program as `terrace run` starts them: joins the daemon of its environment, counts a little, takes a lease
 // of DDR, and ends with the exit code it is given. With `hold` it first waits for SIGTERM, which ends it
-// with 42. With `steps` it counts steps of 10 ms, of which 2 ms waited for experts, until it is killed.
+// with 42. TERRACE_TEST_HBM: it takes so many GiB of HBM too. With `steps` it counts steps of 10 ms, of which
+// 2 ms waited for experts, until it is killed.
 #include <unistd.h>
 
 #include <chrono>
@@ -66,6 +67,10 @@ int main(int argc, char** argv) {
     if (!link || !(*link)->connected()) return 4;
     const auto granted = (*link)->request(TierId::kDdr, 1_MiB);
     if (!granted || *granted != 1_MiB) return 5;
+    if (const char* gibibytes = std::getenv("TERRACE_TEST_HBM")) {
+      const Bytes wanted = std::strtoull(gibibytes, nullptr, 10) * 1_GiB;
+      if (const auto hbm = (*link)->request(TierId::kHbm, wanted); !hbm || *hbm != wanted) return 6;
+    }
     metrics().raise<Metric::kTierPeakBytes>(TierId::kHbm, 3_MiB);
     metrics().add<Metric::kTransferBytes>(Direction::kD2H, CopyReason::kSpill, 5_MiB);
     metrics().add<Metric::kCacheFetches>(MetricKind::kGmm, FetchOutcome::kHit, 11);

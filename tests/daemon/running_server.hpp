@@ -10,6 +10,7 @@
 
 #include "daemon/server.hpp"
 #include "runtime/daemon_link.hpp"
+#include "runtime/link_time.hpp"
 #include "runtime/shared_page.hpp"
 
 namespace terrace::test {
@@ -23,6 +24,8 @@ class RunningServer {
     LeaseAccount::Manners manners = {};
     std::function<Result<Server::Live>()> reread = {};
     AccessRules access = {};
+    DriverMemory driver_memory = {};
+    std::vector<JobRule> jobs = {};
   };
   RunningServer(const std::string& socket, const Limits& limits) {
     Server::Options options;
@@ -31,6 +34,8 @@ class RunningServer {
     options.registry.hbm_per_device = limits.hbm;
     options.registry.node_budgets[static_cast<std::size_t>(TierId::kDdr)] = limits.ddr;
     options.registry.manners = limits.manners;
+    options.registry.driver_memory = limits.driver_memory;
+    options.registry.jobs = limits.jobs;
     options.reread = limits.reread;
     options.access = limits.access;
     auto opened = Server::open(options);
@@ -71,6 +76,7 @@ class TestClient {
     options.job = job;
     options.device = "emulated:0";
     options.page_fd = page_->fd();
+    options.link_time = &link_time_;
     options.patience = std::chrono::seconds(30);
     options.say = [](std::string_view) {};
     if (on_shrink) {
@@ -82,6 +88,7 @@ class TestClient {
   }
   [[nodiscard]] DaemonLink& link() { return *link_; }
   [[nodiscard]] MetricsPage& page() { return page_->metrics(); }
+  [[nodiscard]] LinkTime& link_time() { return link_time_; }
   // What was granted; zero where the link had no answer.
   [[nodiscard]] Bytes ask(TierId tier, Bytes bytes) {
     const auto granted = link_->request(tier, bytes);
@@ -90,6 +97,7 @@ class TestClient {
 
  private:
   std::unique_ptr<SharedPage> page_;
+  LinkTime link_time_;
   std::unique_ptr<DaemonLink> link_;
 };
 

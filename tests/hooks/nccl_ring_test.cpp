@@ -158,6 +158,25 @@ TEST_F(NcclRing, TheFallbackMovesPackedPartsThroughGroupedSends) {
   EXPECT_EQ(both.receive[1][12], std::byte{0});
 }
 
+TEST_F(NcclRing, AnExchangeIsAnnouncedToBackgroundCopies) {
+  const auto device = std::move(open_emulated_device({.capacity = 1_MiB})).value();
+  const Stream stream = *device->create_stream(StreamPriority::kNormal);
+  device->link_time().count_copier();
+  {
+    Collectives collectives(*device);
+    Sides both(communicators_);
+    both.sides[1].collectives = &collectives;
+    both.sides[1].announced_on = stream;
+    ASSERT_TRUE(exchange_parts(library_, both.sides).ok());
+    ASSERT_TRUE(device->synchronize(stream).ok());
+    const CollectiveLane& lane = device->link_time().seat().own().lanes[0];
+    EXPECT_EQ(lane.begun, 1U);
+    EXPECT_EQ(lane.ended, 1U);
+  }
+  device->link_time().discount_copier();
+  device->destroy_stream(stream);
+}
+
 TEST_F(NcclRing, EveryRefusedSendEndsItsGroupAndIsAValue) {
   for (int sends = 0; sends < 3; ++sends) {
     Sides both(communicators_);

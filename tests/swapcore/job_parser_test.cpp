@@ -19,6 +19,7 @@ user = "ada"
 priority = 4
 hbm_guarantee = "25%"
 ddr_guarantee = "8GiB"
+link_guarantee = "30%"
 [[daemon.job]]
 match = "*"
 )",
@@ -32,6 +33,7 @@ match = "*"
   EXPECT_EQ(policy->daemon.jobs[0].priority, 4);
   EXPECT_EQ(policy->daemon.jobs[0].hbm_guarantee, Amount::of_share(0.25));
   EXPECT_EQ(policy->daemon.jobs[0].ddr_guarantee, Amount::of(8_GiB));
+  EXPECT_EQ(policy->daemon.jobs[0].link_guarantee, 0.3);
   EXPECT_EQ(policy->daemon.jobs[1].priority, 1);
   EXPECT_EQ(policy->daemon.jobs[1].hbm_guarantee, Amount::of(0_B));
 }
