@@ -16,9 +16,9 @@
 
 #include "daemon/exposition.hpp"
 #include "daemon/http_auth.hpp"
+#include "daemon/http_front.hpp"
 #include "daemon/now_json.hpp"
 #include "daemon/page/page.hpp"
-#include "daemon/tls_front.hpp"
 
 namespace terrace {
 namespace {
@@ -102,7 +102,7 @@ struct MetricsServer::Impl {
   std::optional<HttpAuth> auth;
   std::string own_host;  // where the HTTP library listens
   int own_port = 0;
-  std::unique_ptr<TlsFront> front;  // null: no TLS
+  std::unique_ptr<HttpFront> front;  // null: neither TLS nor IPv6
   std::string address;
   mg_context* context = nullptr;
   std::mutex mutex;
@@ -122,14 +122,14 @@ Status MetricsServer::Impl::start() {
     auth.emplace(std::move(*loaded));
   }
   const HostAndPort wanted = address_of(options.listen);
-  const bool tls = !options.tls_cert.empty();
-  if (Status listening = listen(tls ? HostAndPort{"127.0.0.1", "0"} : wanted); !listening || !tls)
+  const bool fronted = !options.tls_cert.empty() || wanted.host.starts_with('[');
+  if (Status listening = listen(fronted ? HostAndPort{"127.0.0.1", "0"} : wanted); !listening || !fronted)
     return listening;
-  auto opened = TlsFront::open({.host = wanted.host,
-                                .port = wanted.port,
-                                .cert = options.tls_cert,
-                                .key = options.tls_key,
-                                .upstream = static_cast<std::uint16_t>(own_port)});
+  auto opened = HttpFront::open({.host = wanted.host,
+                                 .port = wanted.port,
+                                 .cert = options.tls_cert,
+                                 .key = options.tls_key,
+                                 .upstream = static_cast<std::uint16_t>(own_port)});
   if (!opened) return opened.error();
   front = std::move(*opened);
   address = wanted.host + ":" + std::to_string(front->port());

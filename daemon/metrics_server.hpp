@@ -3,7 +3,7 @@
 //
 // Only GET and HEAD are answered, and nothing of a request but its path, its method and its credentials is
 // looked at. A request of more than 8 KiB is refused. With TLS the HTTP library listens on a port of its own
-// on the loopback, in the clear, behind the one that is asked for (tls_front.hpp).
+// on the loopback, in the clear, behind the one that is asked for (http_front.hpp).
 #pragma once
 
 #include <prometheus/collectable.h>

@@ -70,7 +70,8 @@ std::optional<std::string> listen_fault(std::string_view listen) {
   if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size() || number > 65535)
     return "has the bad port " + in_quotes(port) + "; use 1 to 65535, or 0 for any that is free";
   if (colon == 0 || !is_host(listen.substr(0, colon)))
-    return "has a bad address; use an IPv4 address, an IPv6 address in [ ], or a host name before the port";
+    return "has a bad address; use an IPv4 address, an IPv6 address in [ ], or a name of an IPv4 address "
+           "before the port";
   return std::nullopt;
 }
 

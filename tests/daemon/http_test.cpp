@@ -142,6 +142,21 @@ TEST_F(HttpTest, ServesOverTls) {
   EXPECT_EQ(again.wait(), 0) << again.err();
 }
 
+TEST_F(HttpTest, ServesOnIpv6) {
+  auto opened = open({.listen = "[::1]:0"});
+  if (!opened.ok()) GTEST_SKIP() << "no IPv6 on this machine: " << opened.error().text;
+  server_ = std::move(*opened);
+  ASSERT_THAT(address(), StartsWith("[::1]:"));
+  const auto get = [&](const std::string& path) {
+    ChildProcess curl({"curl", "-sS", "-g", "http://" + address() + path});
+    EXPECT_EQ(curl.wait(), 0) << curl.err();
+    return curl.out();
+  };
+  EXPECT_EQ(get("/healthz"), "ok\n");
+  EXPECT_TRUE(get("/").ends_with("</html>\n"));
+  EXPECT_THAT(get("/metrics"), HasSubstr("terrace_clients 0\n"));
+}
+
 TEST_F(HttpTest, WhatCannotBeServedIsRefusedAtTheStart) {
   const auto refusal = [&](const MetricsServer::Options& options) {
     auto opened = open(options);

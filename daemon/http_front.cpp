@@ -1,4 +1,4 @@
-#include "daemon/tls_front.hpp"
+#include "daemon/http_front.hpp"
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -13,6 +13,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -39,7 +40,7 @@ struct Freed {
 using Context = std::unique_ptr<SSL_CTX, Freed>;
 using Session = std::unique_ptr<SSL, Freed>;
 
-Result<Context> context_of(const TlsFront::Options& options) {
+Result<Context> context_of(const HttpFront::Options& options) {
   const auto refused = [](const char* key, const std::string& file, const char* what) {
     char why[160] = "unreadable";
     if (const unsigned long code = ERR_get_error(); code != 0) ERR_error_string_n(code, why, sizeof why);
@@ -58,7 +59,7 @@ Result<Context> context_of(const TlsFront::Options& options) {
   return context;
 }
 
-Result<OwnedFd> listening_on(const TlsFront::Options& options) {
+Result<OwnedFd> listening_on(const HttpFront::Options& options) {
   const bool brackets = options.host.size() > 2 && options.host.front() == '[' && options.host.back() == ']';
   const std::string host = brackets ? options.host.substr(1, options.host.size() - 2) : options.host;
   addrinfo hints{};
@@ -96,10 +97,46 @@ bool send_all(int socket, const char* bytes, std::size_t size) {
   return true;
 }
 
+// Who asks, in the clear or not. The socket stays the caller's.
+class Guest {
+ public:
+  explicit Guest(int socket) : socket_(socket) {}
+  ~Guest() {
+    if (session_ != nullptr) SSL_shutdown(session_.get());
+    ERR_clear_error();
+  }
+  Guest(const Guest&) = delete;
+  Guest& operator=(const Guest&) = delete;
+  [[nodiscard]] bool shake_hands(SSL_CTX* context) {
+    Session session(SSL_new(context));
+    if (!session || SSL_set_fd(session.get(), socket_) != 1 || SSL_accept(session.get()) != 1) return false;
+    session_ = std::move(session);
+    return true;
+  }
+  [[nodiscard]] bool pending() const { return session_ != nullptr && SSL_pending(session_.get()) > 0; }
+  // Nothing: it has hung up.
+  [[nodiscard]] std::size_t read(std::span<char> into) const {
+    const ssize_t got = session_ != nullptr
+                            ? SSL_read(session_.get(), into.data(), static_cast<int>(into.size()))
+                            : ::recv(socket_, into.data(), into.size(), 0);
+    return got > 0 ? static_cast<std::size_t>(got) : 0;
+  }
+  [[nodiscard]] bool write(std::span<const char> bytes) const {
+    if (session_ == nullptr) return send_all(socket_, bytes.data(), bytes.size());
+    const int size = static_cast<int>(bytes.size());
+    return SSL_write(session_.get(), bytes.data(), size) == size;
+  }
+  [[nodiscard]] int socket() const { return socket_; }
+
+ private:
+  int socket_;
+  Session session_;
+};
+
 }  // namespace
 
-struct TlsFront::Impl {
-  Context context;
+struct HttpFront::Impl {
+  Context context;  // null: no TLS
   OwnedFd listening;
   OwnedFd stop{::eventfd(0, EFD_CLOEXEC)};
   std::uint16_t upstream = 0, port = 0;
@@ -113,10 +150,10 @@ struct TlsFront::Impl {
   void accept_until_stopped();
   void serve(int client);
   [[nodiscard]] OwnedFd connect_upstream() const;
-  bool pass_on(SSL* session, int client, int server);
+  bool pass_on(const Guest& guest, int server);
 };
 
-void TlsFront::Impl::accept_until_stopped() {
+void HttpFront::Impl::accept_until_stopped() {
   leave_signals_to_others();  // SIGPIPE of a client that has gone among them
   for (;;) {
     std::array<pollfd, 2> waiting = {pollfd{stop.get(), POLLIN, 0}, pollfd{listening.get(), POLLIN, 0}};
@@ -127,7 +164,7 @@ void TlsFront::Impl::accept_until_stopped() {
   }
 }
 
-OwnedFd TlsFront::Impl::connect_upstream() const {
+OwnedFd HttpFront::Impl::connect_upstream() const {
   OwnedFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -137,45 +174,40 @@ OwnedFd TlsFront::Impl::connect_upstream() const {
   return socket;
 }
 
-void TlsFront::Impl::serve(int client) {
+void HttpFront::Impl::serve(int client) {
   limit_waits(client);
-  const Session session(SSL_new(context.get()));
-  if (!session || SSL_set_fd(session.get(), client) != 1 || SSL_accept(session.get()) != 1) {
-    ERR_clear_error();
-    return;
-  }
+  Guest guest(client);
+  if (context != nullptr && !guest.shake_hands(context.get())) return;
   const OwnedFd server = connect_upstream();
   if (!server.valid()) return;
   limit_waits(server.get());
   const Clock::time_point end = Clock::now() + kLongest;
-  while (Clock::now() < end && pass_on(session.get(), client, server.get())) {
+  while (Clock::now() < end && pass_on(guest, server.get())) {
   }
-  SSL_shutdown(session.get());
-  ERR_clear_error();
 }
 
 // What either side has to say now; false: it is over.
-bool TlsFront::Impl::pass_on(SSL* session, int client, int server) {
-  std::array<pollfd, 3> waiting = {pollfd{stop.get(), POLLIN, 0}, pollfd{client, POLLIN, 0},
+bool HttpFront::Impl::pass_on(const Guest& guest, int server) {
+  std::array<pollfd, 3> waiting = {pollfd{stop.get(), POLLIN, 0}, pollfd{guest.socket(), POLLIN, 0},
                                    pollfd{server, POLLIN, 0}};
-  const bool decrypted = SSL_pending(session) > 0;
+  const bool decrypted = guest.pending();
   const int timeout = decrypted ? 0 : static_cast<int>(milliseconds(kPatience).count());
   if (::poll(waiting.data(), waiting.size(), timeout) < (decrypted ? 0 : 1) || waiting[0].revents != 0)
     return false;
   std::array<char, kPiece> piece;
   if (decrypted || waiting[1].revents != 0) {
-    const int got = SSL_read(session, piece.data(), static_cast<int>(piece.size()));
-    if (got <= 0 || !send_all(server, piece.data(), static_cast<std::size_t>(got))) return false;
+    const std::size_t got = guest.read(piece);
+    if (got == 0 || !send_all(server, piece.data(), got)) return false;
   }
   if (waiting[2].revents != 0) {
     const ssize_t got = ::recv(server, piece.data(), piece.size(), 0);
-    if (got <= 0 || SSL_write(session, piece.data(), static_cast<int>(got)) != got) return false;
+    if (got <= 0 || !guest.write({piece.data(), static_cast<std::size_t>(got)})) return false;
   }
   return true;
 }
 
-Result<std::unique_ptr<TlsFront>> TlsFront::open(const Options& options) {
-  auto context = context_of(options);
+Result<std::unique_ptr<HttpFront>> HttpFront::open(const Options& options) {
+  auto context = options.cert.empty() ? Result<Context>(Context()) : context_of(options);
   if (!context) return context.error();
   auto listening = listening_on(options);
   if (!listening) return listening.error();
@@ -192,11 +224,11 @@ Result<std::unique_ptr<TlsFront>> TlsFront::open(const Options& options) {
   impl->port = ntohs(reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
   for (int i = 0; i < kThreads; ++i)
     impl->threads.emplace_back([front = impl.get()] { front->accept_until_stopped(); });
-  return std::unique_ptr<TlsFront>(new TlsFront(std::move(impl)));
+  return std::unique_ptr<HttpFront>(new HttpFront(std::move(impl)));
 }
 
-TlsFront::TlsFront(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-TlsFront::~TlsFront() = default;
-std::uint16_t TlsFront::port() const { return impl_->port; }
+HttpFront::HttpFront(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+HttpFront::~HttpFront() = default;
+std::uint16_t HttpFront::port() const { return impl_->port; }
 
 }  // namespace terrace
