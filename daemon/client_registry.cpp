@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "daemon/saturating_add.hpp"
+
 namespace terrace {
 namespace {
 
@@ -9,8 +11,6 @@ constexpr std::array kTiers = {TierId::kHbm, TierId::kPeer, TierId::kDdr, TierId
 constexpr const char* kOtherJobs = "other";
 constexpr Nanoseconds kAskDrivers = std::chrono::milliseconds(50);  // how often, while there is reason to
 constexpr Bytes kLargestDevice = Bytes(1ULL << 44);  // a stated capacity beyond 16 TiB is not believed
-
-std::uint64_t add_saturating(std::uint64_t a, std::uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
 
 // Calls `use(slot)` for every slot of counters, or of what isn't one.
 template <typename Use>
@@ -29,7 +29,7 @@ SiteGroups::Counts& group_in(GroupFetches& groups, const std::string& name) {
 void add_groups(GroupFetches& to, const GroupFetches& from) {
   for (const auto& [name, counts] : from) {
     SiteGroups::Counts& sums = group_in(to, name);
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = add_saturating(sums[i], counts[i]);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = saturating_add(sums[i], counts[i]);
   }
 }
 
@@ -50,10 +50,13 @@ std::string ClientRegistry::label_for(const std::string& job, uid_t uid) {
   const auto owner = label_owners_.find(job);
   const bool taken = owner != label_owners_.end() && owner->second != uid;
   const std::string wanted = taken ? job + ":" + std::to_string(uid) : job;
-  if (label_owners_.contains(wanted)) return label_owners_.at(wanted) == uid ? wanted : kOtherJobs;
+  const auto known = label_owners_.find(wanted);
+  if (known != label_owners_.end() && known->second == uid) return wanted;
   const auto owned = std::count_if(label_owners_.begin(), label_owners_.end(),
                                    [uid](const auto& label) { return label.second == uid; });
-  const bool room = kept_.size() < kMaxJobs && static_cast<std::size_t>(owned) < kMaxJobsOfUser;
+  // Another user's job may have that very name.
+  const bool room = known == label_owners_.end() && kept_.size() < kMaxJobs &&
+                    static_cast<std::size_t>(owned) < kMaxJobsOfUser;
   const std::string label = room ? wanted : kOtherJobs;
   kept_.try_emplace(label);
   if (room && label != kOtherJobs) label_owners_.emplace(label, uid);
@@ -199,7 +202,7 @@ void ClientRegistry::end(ClientId id) {
   Kept& kept = kept_.at(record.job);
   for_each_slot([&](const MetricInfo& info, std::size_t slot) {
     std::uint64_t& sum = kept.values[slot];
-    if (info.type == MetricType::kCounter) sum = add_saturating(sum, record.values[slot]);
+    if (info.type == MetricType::kCounter) sum = saturating_add(sum, record.values[slot]);
   });
   add_groups(kept.groups, record.groups);
   ended_.push_front(std::move(record));
@@ -329,7 +332,7 @@ ClientRegistry::View ClientRegistry::view(Ended ended) {
     for_each_slot([&, &client = client](const MetricInfo& info, std::size_t slot) {  // clang 14 asks for it
       const std::uint64_t value = client.record.values[slot];
       std::uint64_t& total = job.values[slot];
-      total = info.type == MetricType::kPeak ? std::max(total, value) : add_saturating(total, value);
+      total = info.type == MetricType::kPeak ? std::max(total, value) : saturating_add(total, value);
     });
     add_groups(job.groups, client.record.groups);
     for (std::size_t tier = 0; tier < kTierCount; ++tier) job.leased[tier] += client.record.leased[tier];

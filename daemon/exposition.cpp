@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <string_view>
 
+#include "daemon/saturating_add.hpp"
+
 namespace terrace {
 namespace {
 
@@ -63,7 +65,7 @@ void write_devices(std::string& text, const ClientRegistry::View& view) {
     for (std::size_t tier = 0; tier < kTierCount; ++tier) {
       std::uint64_t sum = 0;
       for (std::size_t pool = 0; pool < kPoolCount; ++pool)
-        sum += device.values[first_slot(Metric::kTierBytes) + tier * kPoolCount + pool];
+        sum = saturating_add(sum, device.values[first_slot(Metric::kTierBytes) + tier * kPoolCount + pool]);
       bytes.line(with_tier(label("device", name), tier), sum);
     }
   }
@@ -131,7 +133,7 @@ std::map<std::string, DeviceTotals> devices_of(const ClientRegistry::View& view)
       for (std::size_t slot = info.first_slot; slot < info.first_slot + info.slots; ++slot) {
         std::uint64_t& total = device.values[slot];
         total = info.type == MetricType::kPeak ? std::max(total, record.values[slot])
-                                               : total + record.values[slot];
+                                               : saturating_add(total, record.values[slot]);
       }
     }
   }

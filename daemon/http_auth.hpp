@@ -35,10 +35,12 @@ class HttpAuth {
   using Clock = std::chrono::steady_clock;
   explicit HttpAuth(std::map<std::string, std::string> hashes) : hashes_(std::move(hashes)) {}
   [[nodiscard]] bool right(std::string_view credentials) const;
+  [[nodiscard]] bool known(std::string_view header);
 
   std::map<std::string, std::string> hashes_;  // by user
-  std::mutex mutex_;
-  std::vector<std::string> known_;  // headers that were right; at most kMostKnown
+  std::mutex known_mutex_;
+  std::vector<std::string> known_;  // under known_mutex_: headers that were right; at most kMostKnown
+  std::mutex mutex_;                // while a password is hashed; the next two
   int wrong_ = 0;                   // since `counted_from_`
   Clock::time_point counted_from_{};
 };

@@ -28,6 +28,7 @@ using std::chrono::milliseconds;
 
 constexpr int kThreads = 4;  // as the HTTP server has
 constexpr int kBacklog = 64;
+constexpr int kOutOfDescriptors = 100;        // milliseconds until the next try
 constexpr std::chrono::seconds kPatience{5};  // for one read or write
 constexpr std::chrono::seconds kLongest{30};  // for a whole connection
 constexpr std::size_t kPiece = 16 * 1024;     // a record of TLS
@@ -160,7 +161,10 @@ void HttpFront::Impl::accept_until_stopped() {
     if (::poll(waiting.data(), waiting.size(), -1) < 0 && errno != EINTR) return;
     if (waiting[0].revents != 0) return;
     const OwnedFd client(::accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (client.valid()) serve(client.get());
+    if (client.valid())
+      serve(client.get());
+    else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+      (void)::poll(waiting.data(), 1, kOutOfDescriptors);  // it would be asked again at once, and for ever
   }
 }
 

@@ -8,6 +8,8 @@ namespace terrace {
 namespace {
 
 __extension__ using Wide = unsigned __int128;  // products of two amounts
+// Nobody waits for more, so that sums over all clients are amounts.
+constexpr Bytes kMostWaiting = Bytes(1ULL << 50);
 
 }  // namespace
 
@@ -90,7 +92,7 @@ Bytes LeaseAccount::request(ClientId client, Bytes wanted, Unmet unmet, Time now
   }
   const Bytes before = asking.leased;
   const auto told = static_cast<std::ptrdiff_t>(untold_.size());
-  asking.waiting = std::max(kept, wanted);
+  asking.waiting = std::min(std::max(kept, wanted), kMostWaiting);
   distribute();
   // Others who wait are told later; this one by the answer.
   untold_.erase(std::remove_if(untold_.begin() + told, untold_.end(),
@@ -122,7 +124,7 @@ Bytes LeaseAccount::answer(ClientId client, std::uint64_t ask, Bytes released, T
   const Bytes taken = std::min(released, giving.leased);
   take_back(giving, taken);
   giving.deaf = false;
-  if (giving.keeps) giving.waiting += taken;
+  if (giving.keeps) giving.waiting = std::min(giving.waiting + taken, kMostWaiting);
   if (giving.ask && giving.ask->number == ask) {
     if (giving.leased > giving.ask->target) giving.declined_until = now + manners_.retry_after;
     giving.ask.reset();

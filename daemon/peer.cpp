@@ -51,7 +51,11 @@ Result<Peer> peer_of(int socket) {
   peer.uid = credentials.uid;
   peer.gid = credentials.gid;
   peer.groups = groups_of(socket);
-  if (peer.pid > 0) peer.process = OwnedFd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
+  if (peer.pid <= 0) return peer;
+  peer.process = OwnedFd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
+  // Its end would not be noticed where a child keeps the socket open. An old kernel has no such handles.
+  if (!peer.process.valid() && errno != ENOSYS && errno != EPERM)
+    return Error{Errc::kIo, std::string("no handle of who connected: ") + std::strerror(errno)};
   return peer;
 }
 

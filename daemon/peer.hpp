@@ -20,7 +20,8 @@ struct Peer {
   // A pidfd: says when the process has ended, also where a forked child keeps the socket open.
   OwnedFd process;
 };
-// Who connected, when it did. Errors: kIo (the kernel does not tell: not served).
+// Who connected, when it did. Errors: kIo (the kernel does not tell, the process has ended, no descriptor is
+// left: not served).
 [[nodiscard]] Result<Peer> peer_of(int socket);
 
 // The name of a user, or the number where it has none.

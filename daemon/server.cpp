@@ -91,15 +91,36 @@ void Server::Impl::listen_to(std::uint64_t tag, Connection& connection, std::uin
 void Server::Impl::accept_all() {
   for (std::size_t i = 0; i < kMaxConnections; ++i) {
     OwnedFd socket(::accept4(claim.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket.valid()) return;
+    if (!socket.valid()) {
+      if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) stop_accepting(errno);
+      return;
+    }
     if (connections.size() >= kMaxConnections) continue;  // hung up at once
     accept_one(std::move(socket));
   }
 }
 
+// Whoever waits for a descriptor goes on waiting; asked again at once, epoll would say the same for ever.
+void Server::Impl::stop_accepting(int why) {
+  spdlog::warn("nobody more can connect for now: {}", std::strerror(why));
+  accepting = false;
+  epoll_event event{};
+  event.data.u64 = kListening;
+  (void)::epoll_ctl(epoll.get(), EPOLL_CTL_MOD, claim.fd(), &event);
+  next_look = server_time() + kLookAround;
+}
+
+void Server::Impl::accept_again() {
+  if (std::exchange(accepting, true)) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kListening;
+  (void)::epoll_ctl(epoll.get(), EPOLL_CTL_MOD, claim.fd(), &event);
+}
+
 void Server::Impl::accept_one(OwnedFd socket) {
   auto peer = peer_of(socket.get());
-  if (!peer) return;
+  if (!peer) return;  // hung up at once
   Connection connection;
   connection.right = right_of(*peer, options.access);
   connection.peer = std::move(*peer);
@@ -174,6 +195,7 @@ void Server::Impl::look_around() {
   }
   if (now < next_look) return;
   next_look = now + kLookAround;
+  accept_again();
   deaf->Set(static_cast<double>(clients.deaf_clients()));
   std::vector<std::uint64_t> silent;
   for (const auto& [tag, connection] : connections) {
@@ -198,7 +220,7 @@ milliseconds Server::Impl::patience() const {
   };
   if (options.exit_when_idle)
     longest = std::min(milliseconds(500), *options.exit_when_idle + milliseconds(1));
-  if (greeted < connections.size()) until(next_look);
+  if (greeted < connections.size() || !accepting) until(next_look);
   if (options.notice.alive_every()) until(next_alive);
   if (const auto due = clients.due()) until(*due);
   if (const auto due = clients.look_due()) until(std::chrono::ceil<milliseconds>(*due));

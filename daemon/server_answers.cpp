@@ -93,7 +93,8 @@ Result<Server::Impl::Admitted> Server::Impl::admit(Connection& connection, Envel
   if (!page) return page.error();
   const Peer& peer = connection.peer;
   const pid_t pid = peer.pid > 0 ? peer.pid : hello.pid;
-  auto joined = clients.join(hello, {pid, peer.uid, user_name(peer.uid)}, std::move(*page));
+  const std::string user = user_name(peer.uid);
+  auto joined = clients.join(hello, {pid, peer.uid, user}, std::move(*page));
   if (!joined) return joined.error();
   if (joined->replaced) {
     const auto earlier = tags.find(*joined->replaced);
@@ -101,8 +102,8 @@ Result<Server::Impl::Admitted> Server::Impl::admit(Connection& connection, Envel
     tags.erase(*joined->replaced);
   }
   connection.client = joined->client;
-  spdlog::info("client {} (pid {}, user {}, job {}) has joined", joined->client.value, pid,
-               user_name(peer.uid), hello.job.view());
+  spdlog::info("client {} (pid {}, user {}, job {}) has joined", joined->client.value, pid, user,
+               clean_job_name(hello.job.view()));
   const auto& seat = joined->link_seat;
   return Admitted{{joined->client.value, facts.pid, seat ? static_cast<std::uint32_t>(seat->slot + 1) : 0,
                    wire_amounts(joined->budget), wire_amounts(joined->leased)},

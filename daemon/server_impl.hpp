@@ -51,6 +51,7 @@ struct Server::Impl {
   OwnedFd epoll{::epoll_create1(EPOLL_CLOEXEC)};
   OwnedFd wake{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   std::atomic<bool> stopping{false}, reloading{false};
+  bool accepting = true;  // false: out of descriptors, until the next look around
   std::map<std::uint64_t, Connection> connections;
   std::map<ClientId, std::uint64_t> tags;  // of clients' connections
   std::map<uid_t, std::size_t> by_user;    // connections
@@ -65,6 +66,8 @@ struct Server::Impl {
   void listen_to(std::uint64_t tag, Connection& connection, std::uint32_t events);
   void accept_all();
   void accept_one(OwnedFd socket);
+  void stop_accepting(int why);
+  void accept_again();
   void serve(std::uint64_t tag, std::uint32_t events);
   void drop(std::uint64_t tag);
   void resume_paused();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "daemon/saturating_add.hpp"
 #include "daemon/status_totals.hpp"
 #include "runtime/wire.hpp"
 
@@ -26,7 +27,7 @@ std::uint64_t slot(const SlotValues& values, Args... labels) {
 template <Metric M>
 std::uint64_t sum(const SlotValues& values) {
   std::uint64_t total = 0;
-  for (std::size_t i = 0; i < info_of(M).slots; ++i) total += values[first_slot(M) + i];
+  for (std::size_t i = 0; i < info_of(M).slots; ++i) total = saturating_add(total, values[first_slot(M) + i]);
   return total;
 }
 std::uint64_t fetches(const SlotValues& values, FetchOutcome outcome) {
@@ -108,7 +109,7 @@ Json run_summary(const ClientRegistry::View& view, std::uint64_t run) {
       for (const MetricInfo& info : metric_table()) {
         for (std::size_t i = info.first_slot; i < info.first_slot + info.slots; ++i) {
           totals[i] = info.type == MetricType::kPeak ? std::max(totals[i], record.values[i])
-                                                     : totals[i] + record.values[i];
+                                                     : saturating_add(totals[i], record.values[i]);
         }
       }
     }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 
+#include "daemon/saturating_add.hpp"
+
 namespace terrace {
 namespace {
 
@@ -14,19 +16,17 @@ struct Totals {
   TierAmounts leased;
 };
 
-std::uint64_t add_saturating(std::uint64_t a, std::uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
-
 void add(Totals& totals, const ClientRegistry::Record& record) {
   ++totals.processes;
   for (const MetricInfo& info : metric_table()) {
     for (std::size_t i = info.first_slot; i < info.first_slot + info.slots; ++i) {
       const std::uint64_t value = record.values[i];
       totals.values[i] = info.type == MetricType::kPeak ? std::max(totals.values[i], value)
-                                                        : add_saturating(totals.values[i], value);
+                                                        : saturating_add(totals.values[i], value);
     }
   }
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-    totals.leased[tier] = Bytes(add_saturating(totals.leased[tier].count(), record.leased[tier].count()));
+    totals.leased[tier] = Bytes(saturating_add(totals.leased[tier].count(), record.leased[tier].count()));
   }
 }
 
@@ -44,7 +44,7 @@ Json by_label(const SlotValues& values, Zeros zeros) {
       const LabelInfo& of = info.labels[label];
       if (std::string_view(of.name) == LabelTraits<Label>::kName) {
         std::uint64_t& sum = sums[rest % of.count];
-        sum = add_saturating(sum, values[info.first_slot + i]);
+        sum = saturating_add(sum, values[info.first_slot + i]);
         name = of.value;
       }
       rest /= of.count;
@@ -66,7 +66,7 @@ template <Metric M>
 Json all_of(const SlotValues& values) {
   const MetricInfo& info = info_of(M);
   std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < info.slots; ++i) sum = add_saturating(sum, values[info.first_slot + i]);
+  for (std::size_t i = 0; i < info.slots; ++i) sum = saturating_add(sum, values[info.first_slot + i]);
   if (info.unit == MetricUnit::kSeconds) return exposed_value(info, sum);
   return sum;
 }

@@ -2,7 +2,10 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <sys/resource.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <string>
@@ -32,6 +35,19 @@ void handle_signals() {
   std::signal(SIGPIPE, SIG_IGN);
 }
 
+// From here on the server goes: a second Ctrl-C finds nobody.
+void ignore_signals() {
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) std::signal(signal, SIG_IGN);
+}
+
+// Every connection takes a socket and a handle of the process behind it: as many as the system allows.
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 8192);
+  (void)::setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int fail(const Error& error) {
   std::fprintf(stderr, "terraced: %s\n", error.text.c_str());
   return 1;
@@ -54,6 +70,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(0.0, 1e6));
   CLI11_PARSE(app, argc, argv);
 
+  raise_descriptor_limit();
   auto options = serve_options(line);
   if (!options) return fail(options.error());
   spdlog::set_default_logger(spdlog::stderr_logger_mt("terraced"));
@@ -64,7 +81,9 @@ int main(int argc, char** argv) {
   running = server->get();
   handle_signals();
   spdlog::info("listening; metrics at {}", (*server)->listen_address());
-  if (Status ended = (*server)->run(); !ended) return fail(ended.error());
+  const Status ended = (*server)->run();
+  ignore_signals();
+  if (!ended) return fail(ended.error());
   spdlog::info("stopped");
   return 0;
 }

@@ -36,10 +36,10 @@ class ExpositionTest : public testing::Test {
   static std::unique_ptr<SharedPageReader> reader_of(const Process& process) {
     return std::move(*SharedPageReader::open(::dup(process.page->fd())));
   }
-  Process join(const std::string& job, const std::string& device, pid_t pid) {
+  Process join(const std::string& job, const std::string& device, pid_t pid, uid_t uid = 0) {
     Process process{std::move(*SharedPage::create(job)), {}};
     auto joined =
-        registry_.join(hello(job, device), {.pid = pid, .uid = 0, .user = "root"}, reader_of(process));
+        registry_.join(hello(job, device), {.pid = pid, .uid = uid, .user = "user"}, reader_of(process));
     EXPECT_TRUE(joined.ok());
     process.client = joined->client;
     return process;
@@ -105,6 +105,23 @@ TEST_F(ExpositionTest, DevicesAreTheSumOfTheProcessesOnThem) {
   registry_.leave(c.client);
   text = scrape();
   EXPECT_FALSE(test::sample(text, "terrace_device_processes{device=\"1\"}")) << "nobody uses it";
+}
+
+// One user may have a job whose name is what another's would be called.
+TEST_F(ExpositionTest, ALabelThatIsTakenTwiceOverIsOther) {
+  const auto plain = join("x", "0", 1, 1000), forestalled = join("x:1001", "0", 2, 1000);
+  const auto late = join("x", "0", 3, 1001), again = join("x", "0", 4, 1001);
+  const auto text = scrape();
+  EXPECT_EQ(test::sample(text, "terrace_job_processes{job=\"x\"}"), 1);
+  EXPECT_EQ(test::sample(text, "terrace_job_processes{job=\"x:1001\"}"), 1);
+  EXPECT_EQ(test::sample(text, "terrace_job_processes{job=\"other\"}"), 2);
+}
+
+TEST_F(ExpositionTest, SumsOverADeviceDoNotStartAgainAtZero) {
+  const auto liar = join("liar", "0", 1), honest = join("honest", "0", 2);
+  liar.page->metrics().set<Metric::kTierBytes>(TierId::kHbm, Pool::kWeights, Bytes(UINT64_MAX));
+  honest.page->metrics().set<Metric::kTierBytes>(TierId::kHbm, Pool::kWeights, 1_GiB);
+  EXPECT_GT(test::sample(scrape(), "terrace_device_tier_bytes{device=\"0\",tier=\"hbm\"}"), 1e19);
 }
 
 TEST_F(ExpositionTest, DeviceLabelsAreBounded) {

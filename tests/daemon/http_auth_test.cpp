@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <atomic>
+#include <thread>
+
 #include "tests/daemon/process.hpp"
 
 namespace terrace {
@@ -64,6 +67,21 @@ TEST_F(HttpAuthTest, WhoGuessesIsSlowedDownAndOthersAreNot) {
     limited = auth->check("Basic YW5uOndyb25n") == HttpAuth::Answer::kTooMany;
   EXPECT_TRUE(limited);
   EXPECT_EQ(auth->check("Basic YW5uOnMzY3JldA=="), HttpAuth::Answer::kAllowed);
+}
+
+TEST_F(HttpAuthTest, WhoIsKnownDoesNotWaitForTheGuessesOfOthers) {
+  auto auth = HttpAuth::load(file("ann:" + hash_of("s3cret", "$2b$11$abcdefghijklmnopqrstuu") + "\n"));
+  ASSERT_TRUE(auth.ok());
+  EXPECT_EQ(auth->check("Basic YW5uOnMzY3JldA=="), HttpAuth::Answer::kAllowed);
+  std::atomic<bool> guessing{true};
+  std::thread guess([&] {
+    EXPECT_EQ(auth->check("Basic YW5uOndyb25n"), HttpAuth::Answer::kDenied);
+    guessing = false;
+  });
+  unsigned served = 0;
+  for (; guessing; ++served) EXPECT_EQ(auth->check("Basic YW5uOnMzY3JldA=="), HttpAuth::Answer::kAllowed);
+  guess.join();
+  EXPECT_GT(served, 20000U) << "a hash takes as long as very many of these";
 }
 
 TEST_F(HttpAuthTest, ABadFileIsRefusedAndItsSecretsAreNotSaid) {

@@ -52,6 +52,42 @@ TEST_F(LeaseAccountTest, WhoHoldsTooMuchIsAskedAndWhoWaitsGetsIt) {
   EXPECT_EQ(events[0].bytes, 50_B);
 }
 
+// What is waited for is added up over clients and jobs.
+TEST_F(LeaseAccountTest, WhoAsksForMoreThanThereCouldBeTakesNothingFromOthers) {
+  account_.enter(kOne, "a", 0_B);
+  account_.enter(kTwo, "b", 0_B);
+  account_.enter(kThree, "b", 0_B);
+  EXPECT_EQ(keep(kOne, Bytes(UINT64_MAX)), 100_B);
+  EXPECT_EQ(keep(kTwo, Bytes(UINT64_MAX)), 0_B);
+  EXPECT_EQ(keep(kThree, Bytes(UINT64_MAX)), 0_B);
+  std::vector<LeaseEvent> events = settle();
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(events[0].client, kOne);
+  EXPECT_EQ(events[0].bytes, 50_B);
+  EXPECT_EQ(account_.answer(kOne, events[0].ask, 50_B, Time(1)), 50_B);
+  (void)settle(Time(1));
+  EXPECT_EQ(account_.leased(kTwo), 25_B);
+  EXPECT_EQ(account_.leased(kThree), 25_B);
+}
+
+TEST_F(LeaseAccountTest, WhatIsWithheldIsNobodysShare) {
+  account_.enter(kOne, "a", 0_B);
+  account_.enter(kTwo, "b", 0_B);
+  EXPECT_EQ(keep(kOne, 40_B), 40_B);
+  account_.withhold(60_B);
+  EXPECT_EQ(keep(kTwo, 50_B), 0_B);
+  auto events = settle();
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(events[0].bytes, 20_B) << "half of what can be used";
+  account_.withhold(10_B);
+  events = settle();
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(events[0].what, What::kGrant);
+  EXPECT_EQ(events[0].bytes, 50_B) << "there is enough for both again";
+  account_.withhold(1000_B);
+  EXPECT_EQ(account_.withheld(), 10_B) << "what is leased is not withheld";
+}
+
 TEST_F(LeaseAccountTest, ARequestThatIsNotKeptMovesNobody) {
   account_.enter(kOne, "a", 0_B);
   account_.enter(kTwo, "b", 0_B);

@@ -1,8 +1,14 @@
 // Clients that talk too much, say too little, or lie in their shared pages: nobody else is harmed.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <time.h>
 
 #include <algorithm>
+#include <sstream>
 #include <thread>
 
 #include "daemon/message_rate.hpp"
@@ -93,6 +99,61 @@ TEST_F(LimitsTest, GarbageInAPageIsTheLiarsOwn) {
   EXPECT_GE(test::sample(metrics().body, "terrace_steps_total{job=\"liar\"}"), lied)
       << "a counter never falls";
   EXPECT_EQ(server.leased(TierId::kHbm), 0_B) << "what a page says of leases counts for nothing";
+}
+
+TEST_F(LimitsTest, AJobsNameBreaksNoLineOfTheLog) {
+  std::ostringstream log;
+  const auto before = spdlog::default_logger();
+  spdlog::set_default_logger(
+      std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(log)));
+  {
+    RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});
+    auto page = SharedPage::create("a");
+    auto connection = WireConnection::connect(socket_);
+    ASSERT_TRUE(connection.ok());
+    Hello hello;
+    hello.job = WireText<64>("a\nclient 1 has ended\x1b[2J");
+    ASSERT_TRUE(connection->send(hello, 1, (*page)->fd()).ok());
+    ASSERT_TRUE(connection->receive(std::chrono::seconds(30)).ok());
+  }
+  spdlog::set_default_logger(before);
+  EXPECT_NE(log.str().find("job a_client_1_has_ended__2J"), std::string::npos) << log.str();
+  EXPECT_EQ(log.str().find('\x1b'), std::string::npos);
+}
+
+// All descriptors of this process are used up, the server's with them.
+TEST_F(LimitsTest, WithoutDescriptorsTheServerWaitsAndGoesOnLater) {
+  RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  rlimit small = limit;
+  small.rlim_cur = 128;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &small), 0);
+  std::vector<OwnedFd> all;
+  for (;;) {
+    OwnedFd fd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!fd.valid()) break;
+    all.push_back(std::move(fd));
+  }
+  all.pop_back();  // for the client's side
+  auto connection = WireConnection::connect(socket_);
+  ASSERT_TRUE(connection.ok()) << connection.error().text;
+  Hello observer;
+  observer.role = Role::kObserver;
+  ASSERT_TRUE(connection->send(observer, 1).ok());
+  const auto cpu_milliseconds = [] {
+    timespec spent{};
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &spent);
+    return spent.tv_sec * 1000 + spent.tv_nsec / 1000000;
+  };
+  const auto before = cpu_milliseconds();
+  EXPECT_EQ(connection->receive(milliseconds(300)).error().code, Errc::kTimeout);
+  EXPECT_LT(cpu_milliseconds() - before, 100) << "CPU time of this process, which only waits";
+  all.clear();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  const auto welcome = connection->receive(std::chrono::seconds(30));
+  ASSERT_TRUE(welcome.ok()) << welcome.error().text;
+  EXPECT_TRUE(std::holds_alternative<Welcome>(welcome->message));
 }
 
 TEST_F(LimitsTest, APageCannotBeTakenAwayFromItsReader) {
