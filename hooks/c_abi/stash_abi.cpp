@@ -131,6 +131,28 @@ terrace_result terrace_stash_read_budgets(terrace_stash* stash, terrace_stash_bu
                                    : bad_argument("budgets is null, or its struct_size is wrong");
 }
 
+terrace_result terrace_stash_read_lease(terrace_stash* stash, terrace_stash_lease* lease) {
+  if (stash == nullptr) return null_stash();
+  return guarded([&] {
+    const ProcessLease::State state = stash->stash->lease().state();
+    terrace_stash_lease all{};
+    all.hbm_bytes = state.hbm.count();
+    all.hbm_target_bytes = state.target.count();
+    all.hbm_used_bytes = state.used.count();
+    all.ddr_bytes = stash->stash->lease().ddr().count();
+    all.switched_off = state.switched_off ? 1 : 0;
+    return give_struct(all, lease) ? TERRACE_OK : bad_argument("lease is null, or its struct_size is wrong");
+  });
+}
+
+terrace_result terrace_stash_give_way(terrace_stash* stash, uint64_t used_bytes, uint64_t needed_bytes) {
+  if (stash == nullptr) return null_stash();
+  return guarded([&] {
+    stash->stash->lease().give_way(Bytes(used_bytes), Bytes(needed_bytes));
+    return TERRACE_OK;
+  });
+}
+
 terrace_result terrace_stash_spill(terrace_stash* stash, void* stream, const void* from, uint64_t bytes,
                                    terrace_purpose purpose, uint64_t* entry) {
   if (entry == nullptr) return bad_argument("there is no place for the entry; pass its address");

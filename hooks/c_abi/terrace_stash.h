@@ -41,12 +41,21 @@ typedef struct terrace_stash_options {
 
 typedef struct terrace_stash_budgets {
   size_t struct_size;
-  uint64_t hbm;             /* all that the process may hold on the device */
-  uint64_t ddr;             /* all that the stash may pin */
-  uint64_t activations;     /* of HBM, for what backward will read; TERRACE_UNLIMITED: what the rest leaves */
+  uint64_t hbm;         /* the most that the process may hold on the device; see terrace_stash_read_lease */
+  uint64_t ddr;         /* the most that the stash may pin */
+  uint64_t activations; /* of HBM, for what backward will read; TERRACE_UNLIMITED: what the rest leaves */
   int32_t optimizer_in_ddr; /* nonzero: the policy wants optimizer state there between updates */
   int32_t off;              /* nonzero: the policy wants nothing to move */
 } terrace_stash_budgets;
+
+typedef struct terrace_stash_lease {
+  size_t struct_size;
+  uint64_t hbm_bytes;        /* may be held on the device now */
+  uint64_t hbm_target_bytes; /* what the daemon asks to come down to; hbm_bytes where it asks for nothing */
+  uint64_t hbm_used_bytes;   /* as the preload library counts; 0: there is none */
+  uint64_t ddr_bytes;        /* may be pinned now */
+  int32_t switched_off;      /* nonzero: `terrace off` has reached the process; nothing is to move */
+} terrace_stash_lease;
 
 typedef struct terrace_stash_counters {
   size_t struct_size;
@@ -67,6 +76,14 @@ TERRACE_API terrace_result terrace_stash_open(const terrace_stash_options* optio
 /* Waits for what is in flight; every entry ends. Null is allowed. No call about the stash is under way. */
 TERRACE_API terrace_result terrace_stash_close(terrace_stash* stash);
 TERRACE_API terrace_result terrace_stash_read_budgets(terrace_stash* stash, terrace_stash_budgets* budgets);
+
+/* The lease as it is now: it grows as the daemon grants more, and shrinks with terrace_stash_give_way. */
+TERRACE_API terrace_result terrace_stash_read_lease(terrace_stash* stash, terrace_stash_lease* lease);
+/* The framework has let go of what it can: it holds `used` bytes of the device, and goes on with `needed` if
+ * it must. What lies above both and above the daemon's target is given back. Does nothing where nothing is
+ * asked. */
+TERRACE_API terrace_result terrace_stash_give_way(terrace_stash* stash, uint64_t used_bytes,
+                                                  uint64_t needed_bytes);
 
 /* Begins to copy `bytes` at `from` away, behind what the stream has queued. They are neither written nor
  * freed before depart, or before left says so. OUT_OF_BUDGET, OUT_OF_MEMORY: DDR is full. On failure there is

@@ -77,6 +77,7 @@ bool Wall::grow(Account& account, int device, Bytes bytes) {
 // What the daemon grants of `wanted`. Without one the policy alone decides.
 Bytes Wall::obtain(Lease& lease, Bytes wanted) {
   if (lease.link == nullptr) return wanted;
+  if (lease.led) return 0_B;
   const auto granted = lease.link->request(TierId::kHbm, wanted);
   return granted ? *granted : wanted;
 }
@@ -162,6 +163,7 @@ void Wall::give_back_excess(Account& account) noexcept {
   const ErrnoKept kept;
   const std::unique_lock lock(account.mutex, std::try_to_lock);
   if (!lock || account.lease == nullptr || account.lease->link == nullptr) return;
+  if (account.lease->led) return;
   Lease& lease = *account.lease;
   const Bytes step = std::max(lease.budget / kStepShare, 1_MiB);
   const Bytes kept_for_use = Bytes(account.charged.load()) + lease.context + step * 2;
@@ -203,6 +205,37 @@ Bytes Wall::charged(int device) const noexcept {
   return device < 0 || device >= kMostDevices
              ? 0_B
              : Bytes(accounts_[static_cast<std::size_t>(device)].charged.load());
+}
+
+Bytes Wall::used(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return 0_B;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  try {
+    const ErrnoKept kept;
+    const std::lock_guard lock(account.mutex);
+    return Bytes(account.charged.load()) + (account.lease == nullptr ? 0_B : account.lease->context);
+  } catch (...) {
+    return charged(device);
+  }
+}
+
+void Wall::set_limit(int device, Bytes limit) noexcept {
+  if (device < 0 || device >= kMostDevices) return;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  try {
+    const ErrnoKept kept;
+    const std::lock_guard lock(account.mutex);
+    if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
+    if (account.unknown || stands_aside()) return;
+    Lease& lease = *account.lease;
+    if (!lease.led && lease.link != nullptr)
+      lease.link->release(TierId::kHbm, lease.link->lease(TierId::kHbm));
+    lease.led = true;
+    lease.lease = lease.budget = limit;
+    publish(account);
+    metrics().set<Metric::kBudgetBytes>(TierId::kHbm, 0_B);  // his page shows it
+  } catch (...) {                                            // the wall stays where it is
+  }
 }
 
 bool Wall::switched_off(int device) const noexcept {

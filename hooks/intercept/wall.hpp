@@ -63,6 +63,11 @@ class Wall {
   void stand_aside() noexcept { aside_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] bool stands_aside() const noexcept { return aside_.load(std::memory_order_relaxed); }
 
+  // Somebody in this process leases for all of it: the wall stands at his limit from now on, and gives back a
+  // lease of its own. Charges above the limit stay; new ones are refused.
+  void set_limit(int device, Bytes limit) noexcept;
+  [[nodiscard]] Bytes used(int device) noexcept;  // charges, and the context's own bytes
+
   void set_source(const DeviceSource& source) noexcept { source_ = source; }
   void start_again_in_child() noexcept;
 
@@ -72,6 +77,7 @@ class Wall {
     Bytes total, budget, lease, context;
     std::unique_ptr<SharedPage> page;
     std::unique_ptr<DaemonLink> link;
+    bool led = false;  // set_limit() says what it is
   };
   struct Account {
     std::atomic<std::uint64_t> charged{0};

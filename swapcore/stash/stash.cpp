@@ -29,8 +29,7 @@ Error invalid(std::string text) { return Error{Errc::kInvalidArgument, std::move
 
 }  // namespace
 
-Stash::Stash(Device& device, Options options)
-    : device_(device), policy_(std::move(options.policy)), job_(std::move(options.job)) {}
+Stash::Stash(Device& device, Options options) : device_(device), policy_(std::move(options.policy)) {}
 
 Stash::~Stash() {
   {
@@ -49,53 +48,28 @@ Stash::~Stash() {
     reap();
     for (auto& probes : probes_) probes.reset();
   }
+  if (lease_) lease_->attach(nullptr);
   ddr_.reset();
   copies_.reset();
   if (fence_) device_.destroy_event(*fence_);
-  link_.reset();
-  if (page_) detach_metrics();
 }
 
 Result<std::unique_ptr<Stash>> Stash::open(Device& device, Options options) {
   const auto host = memory_limits();
   if (!host) return host.error();
-  const bool join = options.join_daemon;
+  ProcessLease::Options leasing;
+  leasing.job = options.job;
+  leasing.wall = options.wall;
+  if (!options.join_daemon) leasing.daemon = ProcessLease::Options::Daemon::kNone;
   std::unique_ptr<Stash> stash(new Stash(device, std::move(options)));
   auto budgets = resolve_budgets(stash->policy_, device.info(), host->usable);
   if (!budgets) return std::move(budgets).error();
-  stash->budgets_ = *budgets;
-  if (join) {
-    if (Status joined = stash->join_daemon(stash->job_); !joined) return joined.error();
-  }
+  leasing.budgets = stash->budgets_ = *budgets;
+  auto lease = ProcessLease::join(device, std::move(leasing));
+  if (!lease) return std::move(lease).error();
+  stash->lease_ = *std::move(lease);
   if (Status opened = stash->open_parts(); !opened) return opened.error();
   return stash;
-}
-
-Status Stash::join_daemon(const std::string& job) {
-  DaemonLink::Options options = DaemonLink::options_from_environment();
-  if (options.socket.empty()) return {};
-  if (options.job == "job") options.job = job;
-  // No page: the daemon shows nothing of this process, and training goes on.
-  if (auto created = SharedPage::create(options.job)) {
-    page_ = std::move(created).value();
-    attach_metrics(page_->metrics());
-    options.page_fd = page_->fd();
-  }
-  const DeviceInfo& info = device_.info();
-  options.device = info.pci.empty() ? info.kind + ":" + std::to_string(info.id.index) : info.pci;
-  options.capacity = info.capacity;
-  options.link_time = &device_.link_time();
-  options.holdings = [this] {
-    DaemonLink::Holdings held{};
-    held[static_cast<std::size_t>(TierId::kDdr)] = Bytes(ddr_claim_.load(std::memory_order_relaxed));
-    return held;
-  };
-  auto started = DaemonLink::start(std::move(options));
-  if (!started) return started.error();
-  link_ = std::move(started).value();
-  if (const auto granted = link_->request(TierId::kDdr, budgets_.ddr)) budgets_.ddr = *granted;
-  ddr_claim_ = budgets_.ddr.count();
-  return {};
 }
 
 Status Stash::open_parts() {
@@ -103,9 +77,10 @@ Status Stash::open_parts() {
   if (!nodes) return nodes.error();
   auto pool = DdrPool::create(
       device_,
-      {.budget = budgets_.ddr, .numa_nodes = std::move(nodes).value(), .huge_pages = policy_.ddr.hugepages});
+      {.budget = lease_->ddr(), .numa_nodes = std::move(nodes).value(), .huge_pages = policy_.ddr.hugepages});
   if (!pool) return pool.error();
   ddr_ = std::move(pool).value();
+  lease_->attach(ddr_.get());
   auto engine = CopyEngine::create(device_);
   if (!engine) return engine.error();
   copies_ = std::move(engine).value();
@@ -113,7 +88,6 @@ Status Stash::open_parts() {
   if (!fence) return fence.error();
   fence_ = *fence;
   for (auto& probes : probes_) probes = std::make_unique<WaitProbes>(device_);
-  metrics().set<Metric::kBudgetBytes>(TierId::kDdr, budgets_.ddr);
   return {};
 }
 

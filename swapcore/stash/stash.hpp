@@ -12,7 +12,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -23,11 +22,10 @@
 
 #include "allocator/ddr_pool.hpp"
 #include "runtime/copy_engine.hpp"
-#include "runtime/daemon_link.hpp"
 #include "runtime/metrics.hpp"
-#include "runtime/shared_page.hpp"
 #include "swapcore/budgets.hpp"
 #include "swapcore/policy/policy.hpp"
+#include "swapcore/stash/process_lease.hpp"
 #include "swapcore/streamed/wait_probes.hpp"
 
 namespace terrace {
@@ -37,7 +35,8 @@ class Stash {
   struct Options {
     Policy policy;
     std::string job = "job";  // label in the metrics
-    bool join_daemon = true;  // where the environment names a daemon; DDR is leased, HBM is the framework's
+    bool join_daemon = true;  // where the environment names a daemon
+    PreloadWall wall = PreloadWall::of_this_process();
   };
   using User = std::optional<Stream>;  // nothing: the host
   struct EntryId {
@@ -84,7 +83,9 @@ class Stash {
   void note_step(double seconds, Bytes held_peak);
 
   [[nodiscard]] Device& device() const { return device_; }
-  [[nodiscard]] const Budgets& budgets() const { return budgets_; }
+  [[nodiscard]] const Budgets& budgets() const { return budgets_; }  // the most, as the policy says
+  // What the framework may hold now, and how it gives way when the daemon asks for less.
+  [[nodiscard]] ProcessLease& lease() { return *lease_; }
   [[nodiscard]] const Policy& policy() const { return policy_; }
   [[nodiscard]] PoolUsage ddr_usage() const { return ddr_->usage(); }
 
@@ -99,7 +100,6 @@ class Stash {
   static constexpr std::size_t kWaitCount = 3;  // as the stalls of Counters
 
   Stash(Device& device, Options options);
-  Status join_daemon(const std::string& job);
   Status open_parts();
   [[nodiscard]] Result<EntryRef> find(EntryId id);
   [[nodiscard]] Status wait(User user, const Ticket& ticket, StallReason reason);
@@ -112,11 +112,8 @@ class Stash {
 
   Device& device_;
   const Policy policy_;
-  const std::string job_;
   Budgets budgets_;
-  std::unique_ptr<SharedPage> page_;  // the metrics that the daemon reads
-  std::atomic<std::uint64_t> ddr_claim_{0};
-  std::unique_ptr<DaemonLink> link_;
+  std::unique_ptr<ProcessLease> lease_;
   std::unique_ptr<DdrPool> ddr_;
   std::unique_ptr<CopyEngine> copies_;
   std::mutex mutex_;  // all below

@@ -3,13 +3,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
 
 #include "daemon/observer.hpp"
+#include "runtime/emulated/emulated_device.hpp"
 #include "swapcore/session.hpp"
+#include "swapcore/stash/process_lease.hpp"
 #include "tests/daemon/process.hpp"
 #include "tests/daemon/running_server.hpp"
 
@@ -50,6 +53,58 @@ TEST_F(NegotiationTest, ANewcomerWaitsForItsShareAndGetsTheRestLater) {
   EXPECT_TRUE(eventually([&] { return two.link().lease(TierId::kHbm) == 7_GiB; }));
   EXPECT_EQ(server.leased(TierId::kHbm), 7_GiB);
 }
+
+// The wall of a preload library, as a process lease sees it.
+std::atomic<std::uint64_t> wall_used{0}, wall_limit{0};
+
+struct LeaseCase {
+  const char* name;
+  Bytes walled;  // what the wall counts; zero: there is no wall
+  Bytes left;    // when 2 GiB are held, 3 GiB needed and 1 GiB wanted
+};
+class StashLease : public NegotiationTest, public testing::WithParamInterface<LeaseCase> {};
+
+TEST_P(StashLease, GivesWayDownToWhatItNeedsAndGrowsAgain) {
+  RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});
+  ::setenv("TERRACE_SOCKET", socket_.c_str(), 1);
+  const auto device = EmulatedDevice::create({.capacity = 64_MiB});
+  ASSERT_TRUE(device);
+  ProcessLease::Options options;
+  options.budgets.hbm = 6_GiB;
+  options.budgets.ddr = 1_GiB;
+  wall_used = GetParam().walled.count();
+  wall_limit = 0;
+  const bool walled = GetParam().walled > 0_B;
+  if (walled) {
+    options.wall = {[](int) { return wall_used.load(); },
+                    [](int, std::uint64_t limit) { wall_limit = limit; }};
+  }
+  const auto lease = ProcessLease::join(**device, options);
+  ::unsetenv("TERRACE_SOCKET");
+  ASSERT_TRUE(lease) << lease.error().text;
+  EXPECT_EQ((*lease)->state().hbm, 6_GiB);
+  EXPECT_EQ(server.leased(TierId::kHbm), 6_GiB) << "and not what the wall counts on top";
+  EXPECT_EQ((*lease)->ddr(), 1_GiB);
+  EXPECT_EQ(Bytes(wall_limit.load()), walled ? 6_GiB : 0_B);
+  (*lease)->give_way(0_B, 0_B);
+  EXPECT_EQ((*lease)->state().hbm, 6_GiB) << "nobody has asked";
+  auto other = std::make_unique<TestClient>(socket_, "b");
+  std::thread asking([&] { (void)other->link().request_and_keep(TierId::kHbm, 7_GiB, kLong); });
+  EXPECT_TRUE(eventually([&] { return (*lease)->state().target == 4_GiB; }));
+  EXPECT_EQ((*lease)->state().hbm, 6_GiB) << "asked, and not given yet";
+  (*lease)->give_way(2_GiB, 3_GiB);
+  asking.join();
+  EXPECT_EQ((*lease)->state().hbm, GetParam().left);
+  EXPECT_EQ(Bytes(wall_limit.load()), walled ? GetParam().left : 0_B);
+  EXPECT_EQ(server.leased(TierId::kHbm), 8_GiB);
+  other.reset();
+  EXPECT_TRUE(eventually([&] { return (*lease)->state().hbm == 6_GiB; })) << "what was asked for first";
+  EXPECT_EQ(Bytes(wall_limit.load()), walled ? 6_GiB : 0_B);
+}
+INSTANTIATE_TEST_SUITE_P(NegotiationTest, StashLease,
+                         testing::Values(LeaseCase{"alone", 0_B, 4_GiB}, LeaseCase{"walled", 1_GiB, 4_GiB},
+                                         LeaseCase{"charged_more", 5_GiB, 5_GiB}),
+                         [](const auto& info) { return info.param.name; });
 
 TEST_F(NegotiationTest, WhoCannotGiveWayKeepsItAndNobodyWaitsForIt) {
   RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});

@@ -170,8 +170,13 @@ bool has_binutils() {
 
 TEST(PreloadFile, ShowsOnlyTheSymbolsOfTheTable) {
   std::ifstream rows(test::source_dir() / "hooks/intercept/cuda/symbols.def");
-  std::set<std::string> table = {"dlsym", "dlvsym", "terrace_stand_aside", "terrace_torch_alloc",
-                                 "terrace_torch_free"};
+  std::set<std::string> table = {"dlsym",
+                                 "dlvsym",
+                                 "terrace_stand_aside",
+                                 "terrace_torch_alloc",
+                                 "terrace_torch_free",
+                                 "terrace_wall_set_limit",
+                                 "terrace_wall_used"};
   static const std::regex kRow("^(DRIVER|RUNTIME|LIBRARY)(_STREAM|_SYNC)?\\((\\w+),.*");
   for (std::string line; std::getline(rows, line);) {
     std::smatch row;

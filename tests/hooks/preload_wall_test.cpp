@@ -120,6 +120,13 @@ TEST(PreloadWall, WhoAccountsForHimselfIsNotHeld) {
   EXPECT_EQ(ended.err, "");
 }
 
+TEST(PreloadWall, StandsWhereTheOneWhoLeasesSays) {
+  const Ended ended = run_guest("led", with_gibibyte());
+  EXPECT_EQ(value_of(ended, "found"), 1);
+  EXPECT_THAT(values_of(ended, "malloc"), ElementsAre(0, 0, kOutOfMemory, kOutOfMemory, 0)) << ended.err;
+  EXPECT_THAT(values_of(ended, "used"), ElementsAre(364, 514)) << "with the context";
+}
+
 TEST(PreloadWall, SharesLeaveTheReserveAlone) {
   const auto blocks = [](const char* budget, const char* reserve) {
     return value_of(run_guest("wall", preloaded_guest({budget, reserve})), "blocks");

@@ -93,6 +93,23 @@ TEST_F(StashAbi, BudgetsAreThePolicys) {
   EXPECT_EQ(terrace_stash_abi(), TERRACE_STASH_ABI);
 }
 
+TEST_F(StashAbi, WithoutADaemonTheLeaseIsTheBudget) {
+  terrace_stash_budgets budgets{};
+  budgets.struct_size = sizeof budgets;
+  ASSERT_EQ(terrace_stash_read_budgets(stash_, &budgets), TERRACE_OK);
+  terrace_stash_lease lease{};
+  lease.struct_size = sizeof lease;
+  EXPECT_EQ(terrace_stash_give_way(stash_, 0, 0), TERRACE_OK) << "nobody asks";
+  ASSERT_EQ(terrace_stash_read_lease(stash_, &lease), TERRACE_OK) << terrace_last_error();
+  EXPECT_EQ(lease.hbm_bytes, budgets.hbm);
+  EXPECT_EQ(lease.hbm_target_bytes, budgets.hbm);
+  EXPECT_EQ(lease.hbm_used_bytes, 0U) << "no preload library counts";
+  EXPECT_EQ(lease.ddr_bytes, 64U << 20);
+  EXPECT_EQ(lease.switched_off, 0);
+  EXPECT_EQ(terrace_stash_give_way(nullptr, 0, 0), TERRACE_INVALID_ARGUMENT);
+  EXPECT_EQ(terrace_stash_read_lease(stash_, nullptr), TERRACE_INVALID_ARGUMENT);
+}
+
 TEST_F(StashAbi, AnOlderCallerGetsWhatItKnows) {
   terrace_stash_counters old{};
   old.struct_size = offsetof(terrace_stash_counters, entries);

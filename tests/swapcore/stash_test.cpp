@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <future>
 #include <random>
@@ -13,6 +14,7 @@
 
 #include "runtime/emulated/emulated_device.hpp"
 #include "runtime/fault.hpp"
+#include "swapcore/stash/process_lease.hpp"
 
 namespace terrace {
 namespace {
@@ -102,6 +104,28 @@ TEST(Stash, BytesComeBackInOrderOfTheUsersStream) {
   EXPECT_EQ(counters.restored, Bytes(2 * kBytes));
   EXPECT_EQ(counters.entries, 0U);
   EXPECT_GT(counters.spill_stall_seconds, 0) << "the stream waited for 60 ms of link, and nobody counted";
+}
+
+// With a daemon: tests/daemon/negotiation_test.cpp.
+TEST(ProcessLease, WithoutADaemonIsThePolicysBudgetAndAWallStandsThere) {
+  static std::atomic<std::uint64_t> limit{0};
+  const auto device = EmulatedDevice::create({.capacity = 64_MiB});
+  ASSERT_TRUE(device);
+  ProcessLease::Options options;
+  options.budgets.hbm = 48_MiB;
+  options.budgets.ddr = 32_MiB;
+  options.daemon = ProcessLease::Options::Daemon::kNone;
+  options.wall = {[](int) { return std::uint64_t{5}; }, [](int, std::uint64_t bytes) { limit = bytes; }};
+  const auto lease = ProcessLease::join(**device, options);
+  ASSERT_TRUE(lease) << lease.error().text;
+  EXPECT_EQ(Bytes(limit.load()), 48_MiB);
+  (*lease)->give_way(0_B, 0_B);
+  const ProcessLease::State state = (*lease)->state();
+  EXPECT_EQ(state.hbm, 48_MiB);
+  EXPECT_EQ(state.target, 48_MiB);
+  EXPECT_EQ(state.used, 5_B);
+  EXPECT_FALSE(state.switched_off);
+  EXPECT_EQ((*lease)->ddr(), 32_MiB);
 }
 
 TEST(Stash, TheHostAsAUserWaitsItself) {

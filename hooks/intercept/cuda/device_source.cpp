@@ -53,3 +53,12 @@ CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept {
 extern "C" __attribute__((visibility("default"))) void terrace_stand_aside() {
   terrace::hooks::wall().stand_aside();
 }
+
+// Called by a stash (swapcore/stash/process_lease.cpp) that leases for all of the process.
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_used(int device) {
+  return terrace::hooks::wall().used(device).count();
+}
+extern "C" __attribute__((visibility("default"))) void terrace_wall_set_limit(int device,
+                                                                              std::uint64_t limit) {
+  terrace::hooks::wall().set_limit(device, terrace::Bytes(limit));
+}

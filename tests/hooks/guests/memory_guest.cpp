@@ -210,6 +210,23 @@ const std::map<std::string_view, std::function<void()>>& memory_scenes() {
          say("malloc", cudaMalloc(&out, 700 * kMiB));
          say("free", cudaFree(out));
        }},
+      {"led",
+       [] {
+         void* out = nullptr;
+         say("malloc", cudaMalloc(&out, 300 * kMiB));
+         const auto used = reinterpret_cast<std::uint64_t (*)(int)>(dlsym(RTLD_DEFAULT, "terrace_wall_used"));
+         const auto limit =
+             reinterpret_cast<void (*)(int, std::uint64_t)>(dlsym(RTLD_DEFAULT, "terrace_wall_set_limit"));
+         say("found", used != nullptr && limit != nullptr);
+         if (used == nullptr || limit == nullptr) return;
+         say("used", static_cast<long long>(used(0) >> 20));
+         for (const std::size_t mib : {600, 520, 2, 900}) {  // 2: less than is charged, and all of that stays
+           limit(0, mib * kMiB);
+           say("malloc", cudaMalloc(&out, 150 * kMiB));
+         }
+         say("free", cudaFree(out));
+         say("used", static_cast<long long>(used(0) >> 20));
+       }},
       {"too-much-at-once",
        [] {
          void* out = nullptr;

@@ -18,14 +18,27 @@ class Memory:
     def allocated(self):
         return self.now
 
+    def reserved(self):
+        return self.now + GIB
+
     def peak(self):
         return self.most
+
+
+class Lease:
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+        self.used = 0
+
+    def limit(self):
+        return self.nbytes
 
 
 class Budgets(unittest.TestCase):
     def setUp(self):
         self.memory = Memory()
-        self.budget = DeviceBudget(self.memory, 100 * GIB)
+        self.lease = Lease(100 * GIB)
+        self.budget = DeviceBudget(self.memory, self.lease)
 
     def limit(self, held, allocated, in_backward=False, states=0):
         self.memory.set(allocated)
@@ -33,7 +46,8 @@ class Budgets(unittest.TestCase):
         return self.budget.limit(held, states, in_backward) / GIB
 
     def test_a_fixed_one_is_what_it_is(self):
-        self.assertEqual(FixedBudget(7).limit(100, 100, True), 7)
+        self.assertEqual(FixedBudget(7, self.lease).limit(100, 1, True), 7)
+        self.assertEqual(FixedBudget(1 << 60, self.lease).limit(0, 10 * GIB, True), 90 * GIB, "and the lease binds")
 
     def test_before_a_round_is_known_some_of_it_stays_free(self):
         self.budget.begin_round()
@@ -75,6 +89,27 @@ class Budgets(unittest.TestCase):
         self.budget.begin_round()
         self.assertAlmostEqual(self.limit(0, 60 * GIB, states=20 * GIB), 100 - 2 - 8 - 40 - 20, places=5)
         self.assertAlmostEqual(self.limit(0, 40 * GIB, states=0), 100 - 2 - 8 - 40, places=5)
+
+    def test_it_follows_the_lease_and_what_is_held_outside_of_pytorch(self):
+        self.budget.begin_round()
+        self.limit(0, 40 * GIB)
+        self.budget.end_round()  # nothing unseen
+        self.budget.begin_round()
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 100 - 2 - 40, places=5)
+        self.lease.nbytes = 60 * GIB
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 60 - 1.2 - 40, places=5)
+        self.lease.used = 44 * GIB  # 41 of them are PyTorch's
+        self.limit(0, 40 * GIB)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 60 - 1.2 - 40 - 3, places=5)
+
+    def test_what_a_round_needs_is_known_when_one_has_run(self):
+        self.budget.begin_round()
+        self.assertIsNone(self.budget.needed())
+        self.limit(10 * GIB, 50 * GIB)
+        self.memory.set(53 * GIB)
+        self.memory.set(10 * GIB)
+        self.budget.end_round()
+        self.assertEqual(self.budget.needed(), int(43 * GIB * 1.02))
 
     def test_it_is_never_negative(self):
         self.budget.begin_round()

@@ -7,13 +7,24 @@ import torch
 
 
 class FixedBudget:
-    """A number of bytes, as the policy's [checkpoint] budget says."""
+    """A number of bytes, as the policy's [checkpoint] budget says, within the lease. `memory`: what PyTorch's allocator
+    says of the device; None: nobody says, and what is known of is all."""
 
-    def __init__(self, nbytes):
-        self.nbytes = nbytes
+    def __init__(self, nbytes, lease, memory=None):
+        self._nbytes = nbytes
+        self._lease = lease
+        self._memory = memory
 
     def limit(self, held, states, in_backward):
-        return self.nbytes
+        return min(self._nbytes, max(0, self._lease.limit() - states))
+
+    def used(self, held, states):
+        """Bytes on the device that are known of."""
+        return held + states if self._memory is None else self._memory.reserved()
+
+    def needed(self):
+        """Bytes without which a round cannot go on, beside what is saved; None: not known."""
+        return 0 if self._memory is None else None
 
     def room(self, held, states):
         """Bytes for optimizer state, were all of it away; None: nothing is said of it."""
@@ -45,9 +56,12 @@ class TorchMemory:
     def peak(self):
         return torch.cuda.max_memory_allocated(self._device)
 
+    def reserved(self):
+        return torch.cuda.memory_reserved(self._device)
+
 
 class DeviceBudget:
-    """What a device's budget leaves beside everything else that PyTorch holds there.
+    """What the lease leaves beside everything else that the process holds on the device.
 
     In forward everything else counts with the most it was in the last round's forward, so that a round has one limit
     from its first save on. In backward, where gradients take the place of what was saved, it counts as it is. Between
@@ -59,14 +73,15 @@ class DeviceBudget:
     SPARE = 0.02  # of the budget, for fragments
     UNSEEN_AT_FIRST = 0.08  # of the budget, until a round has shown it
 
-    def __init__(self, memory, nbytes):
+    def __init__(self, memory, lease):
         self._memory = memory
-        self._nbytes = nbytes
+        self._lease = lease
+        self._outside = 0  # held on the device by others than PyTorch's allocator
         self._since = self.READ_EVERY
         self._others = 0  # now
         self._forward_others = 0  # the most in this round's forward
         self._expected_others = 0  # the same of the last round
-        self._unseen = int(nbytes * self.UNSEEN_AT_FIRST)
+        self._unseen = None
         self._seen_peak = 0
         self._peak_before = 0
 
@@ -74,15 +89,29 @@ class DeviceBudget:
         self._since += nbytes
 
     def limit(self, held, states, in_backward):
+        nbytes = self._lease.limit()
         if self._since >= self.READ_EVERY:
             self._since = 0
             allocated = self._memory.allocated()
             self._seen_peak = max(self._seen_peak, allocated)
             self._others = max(0, allocated - held - states)
+            self._outside = max(0, self._lease.used - self._memory.reserved()) if self._lease.used else 0
             if not in_backward:
                 self._forward_others = max(self._forward_others, self._others)
         others = self._others if in_backward else max(self._expected_others, self._forward_others)
-        return max(0, int(self._nbytes * (1 - self.SPARE)) - others - states - self._unseen)
+        return max(0, int(nbytes * (1 - self.SPARE)) - self._outside - others - states - self._unseen_of(nbytes))
+
+    def _unseen_of(self, nbytes):
+        return int(nbytes * self.UNSEEN_AT_FIRST) if self._unseen is None else self._unseen
+
+    def used(self, held, states):
+        return self._memory.reserved() + self._outside
+
+    def needed(self):
+        if self._unseen is None:
+            return None
+        others = max(self._others, self._expected_others, self._forward_others)
+        return int((self._outside + others + self._unseen) * (1 + self.SPARE))
 
     def room(self, held, states):
         self._since = self.READ_EVERY
@@ -100,4 +129,4 @@ class DeviceBudget:
             self._unseen = max(0, peak - self._seen_peak)
 
     def is_roomy(self):
-        return self._memory.peak() < self._nbytes * 0.9
+        return self._memory.peak() + self._outside < self._lease.limit() * 0.9

@@ -46,6 +46,17 @@ class Budgets(ctypes.Structure):
     ]
 
 
+class Lease(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("hbm_bytes", ctypes.c_uint64),
+        ("hbm_target_bytes", ctypes.c_uint64),
+        ("hbm_used_bytes", ctypes.c_uint64),
+        ("ddr_bytes", ctypes.c_uint64),
+        ("switched_off", ctypes.c_int32),
+    ]
+
+
 class Counters(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -72,6 +83,8 @@ _SIGNATURES = {
     "terrace_stash_open": [ctypes.POINTER(Options), ctypes.POINTER(ctypes.c_void_p)],
     "terrace_stash_close": [ctypes.c_void_p],
     "terrace_stash_read_budgets": [ctypes.c_void_p, ctypes.POINTER(Budgets)],
+    "terrace_stash_read_lease": [ctypes.c_void_p, ctypes.POINTER(Lease)],
+    "terrace_stash_give_way": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64],
     "terrace_stash_spill": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int,
                             ctypes.POINTER(ctypes.c_uint64)],
     "terrace_stash_depart": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64],
@@ -135,6 +148,14 @@ class Stash:
         read = Budgets(struct_size=ctypes.sizeof(Budgets))
         self._check(self._library.terrace_stash_read_budgets(self._handle, read))
         return read
+
+    def lease(self):
+        read = Lease(struct_size=ctypes.sizeof(Lease))
+        self._check(self._library.terrace_stash_read_lease(self._handle, read))
+        return read
+
+    def give_way(self, used, needed):
+        self._check(self._library.terrace_stash_give_way(self._handle, used, needed))
 
     def counters(self):
         read = Counters(struct_size=ctypes.sizeof(Counters))

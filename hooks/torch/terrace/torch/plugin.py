@@ -8,6 +8,7 @@ import torch
 
 from . import report
 from .budget import DeviceBudget, FixedBudget, TorchMemory
+from .lease import Lease
 from .library import UNLIMITED, Stash, TerraceError
 from .optimizer_states import OptimizerStates
 from .residency import Ledger
@@ -119,14 +120,16 @@ class Plugin:
             return None
         if settings.optimizer is None:
             self.states.tier_is_ddr = budgets.optimizer_in_ddr != 0
+        lease = Lease(stash)
+        memory = TorchMemory(device) if self._kind == "cuda" else None
         if settings.saved_budget is not None:
-            budget = FixedBudget(settings.saved_budget)
-        elif budgets.activations != UNLIMITED or self._kind == "emulated":
-            budget = FixedBudget(budgets.activations)
+            budget = FixedBudget(settings.saved_budget, lease, memory)
+        elif budgets.activations != UNLIMITED or memory is None:
+            budget = FixedBudget(budgets.activations, lease, memory)
         else:
-            budget = DeviceBudget(TorchMemory(device), budgets.hbm)
+            budget = DeviceBudget(memory, lease)
         streams = CudaStreams if self._kind == "cuda" else HostStreams
-        ledger = Ledger(stash, device, budget, Schedule(), streams)
+        ledger = Ledger(stash, device, lease, budget, Schedule(), streams)
         self._ledgers[device] = ledger
         return ledger
 
@@ -205,7 +208,7 @@ class Plugin:
 
     def figures(self):
         total = dict.fromkeys(("rounds", "changes", "held", "held_peak", "revived_bytes", "spilled_bytes", "restored_bytes",
-                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes"), 0)
+                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "given_way"), 0)
         total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0)
         total["passed"] = dict(self.saved.passed)
         total["failures"] = {}
@@ -219,6 +222,7 @@ class Plugin:
                 total[name] += getattr(counters, name)
             total["rounds"] += ledger.rounds
             total["changes"] += ledger.schedule.changes
+            total["given_way"] += ledger.given_way
             total["held"] += ledger.held
             total["held_peak"] += ledger.held_peak
             total["revived_bytes"] += ledger.revived

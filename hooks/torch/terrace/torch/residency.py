@@ -11,6 +11,7 @@ import weakref
 
 import torch
 
+from .lease import NO_LIMIT
 from .library import TerraceError
 from .schedule import choose_victims
 from .torch_versions import expired, forget, new_storage, revive, view_of
@@ -63,9 +64,10 @@ class NoStates:
 
 
 class Ledger:
-    def __init__(self, stash, device, budget, schedule, streams):
+    def __init__(self, stash, device, lease, budget, schedule, streams):
         self.stash = stash
         self.device = device
+        self.lease = lease
         self.budget = budget
         self.schedule = schedule
         self._streams = streams
@@ -73,6 +75,8 @@ class Ledger:
         self.lock = threading.RLock()
         self.held = 0  # bytes of entries in HBM
         self.held_peak = 0
+        self._largest = 0  # entry
+        self.given_way = 0  # how often the daemon had asked
         self.revived = 0  # bytes that came back without a copy: somebody had kept them
         self.failures = collections.Counter()
         self.closed = False
@@ -130,6 +134,7 @@ class Ledger:
 
     def _hold(self, entry):
         self.held += entry.nbytes
+        self._largest = max(self._largest, entry.nbytes)
         heapq.heappush(self._heap, (-self.schedule.distance(entry.number), entry.number))
         self.budget.note(entry.nbytes)
 
@@ -176,9 +181,26 @@ class Ledger:
                 self.budget.end_round()
 
     def settle(self):
+        """Between the passes: what has gone is counted, and what the daemon asks for is given."""
         with self.lock:
             self._settle()
             self.states.purge()
+            limit = self.limit()
+            if self.lease.asked:
+                self._leave_until(limit)
+                self._give_way()
+
+    def _give_way(self):
+        """The daemon asks this process to hold less, and what may leave has left."""
+        self.states.release(True)
+        self._streams.give_back()
+        needed = self.budget.needed()
+        if needed is None:
+            needed = NO_LIMIT  # until a round has shown it, all
+        else:
+            needed += RECENT * self._largest
+        self.lease.give_way(self.budget.used(self.held, self.states.held), needed)
+        self.given_way += 1
 
     # ------------------------------------------------------------ leaving
 
@@ -224,6 +246,8 @@ class Ledger:
         self.states.release(self.held > limit)
         if self.held > limit:
             self._leave_until(self.limit())
+        if self.lease.asked:
+            self._give_way()
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())
 
@@ -345,6 +369,8 @@ class Ledger:
         limit = self.limit()
         if self.held > limit:
             self._leave_until(limit)  # gradients have come faster than what was saved went
+        if self.lease.asked:
+            self._give_way()
         self._prefetch(stream)
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())

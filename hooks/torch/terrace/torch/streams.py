@@ -13,6 +13,11 @@ class CudaStreams:
         """The current stream uses this memory: PyTorch's allocator waits for it before the memory serves others."""
         alias.record_stream(torch.cuda.current_stream(device))
 
+    @staticmethod
+    def give_back():
+        """What PyTorch's allocator keeps and does not use goes back to the driver."""
+        torch.cuda.empty_cache()
+
 
 class HostStreams:
     @staticmethod
@@ -21,4 +26,8 @@ class HostStreams:
 
     @staticmethod
     def tie(alias, device):
+        pass
+
+    @staticmethod
+    def give_back():
         pass
