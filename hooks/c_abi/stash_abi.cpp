@@ -38,6 +38,7 @@ struct terrace_stash {
 namespace {
 
 static_assert(TERRACE_FOR_OPTIMIZER == static_cast<int>(Stash::Purpose::kOptimizer));
+static_assert(TERRACE_FOR_WEIGHTS == static_cast<int>(Stash::Purpose::kWeights));
 
 constexpr double kDefaultEmulatedLink = 8e9;
 
@@ -157,7 +158,7 @@ terrace_result terrace_stash_spill(terrace_stash* stash, void* stream, const voi
                                    terrace_purpose purpose, uint64_t* entry) {
   if (entry == nullptr) return bad_argument("there is no place for the entry; pass its address");
   *entry = 0;
-  if (purpose != TERRACE_FOR_ACTIVATION && purpose != TERRACE_FOR_OPTIMIZER)
+  if (static_cast<unsigned>(purpose) > TERRACE_FOR_WEIGHTS)
     return bad_argument("the purpose is not one of terrace_purpose");
   if (bytes > INT64_MAX) return bad_argument("no machine has that many bytes; is the size negative?");
   return on_stash(stash, stream, [&](Stash& s, Stash::User user) -> Status {
@@ -224,6 +225,7 @@ terrace_result terrace_stash_read_counters(terrace_stash* stash, terrace_stash_c
     all.spill_stall_seconds = counted.spill_stall_seconds;
     all.restore_stall_seconds = counted.restore_stall_seconds;
     all.optimizer_stall_seconds = counted.optimizer_stall_seconds;
+    all.weights_stall_seconds = counted.weights_stall_seconds;
     return give_struct(all, counters) ? TERRACE_OK
                                       : bad_argument("counters is null, or its struct_size is wrong");
   });

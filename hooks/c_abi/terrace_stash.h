@@ -23,7 +23,9 @@ typedef struct terrace_stash terrace_stash;
 
 typedef enum terrace_purpose {
   TERRACE_FOR_ACTIVATION = 0, /* what backward will read */
-  TERRACE_FOR_OPTIMIZER = 1   /* what an update will read and write */
+  TERRACE_FOR_OPTIMIZER = 1,  /* what an update will read and write */
+  TERRACE_FOR_GRADIENT = 2,
+  TERRACE_FOR_WEIGHTS = 3
 } terrace_purpose;
 
 typedef struct terrace_stash_options {
@@ -65,7 +67,8 @@ typedef struct terrace_stash_counters {
   uint64_t ddr_bytes, ddr_peak_bytes;
   double spill_stall_seconds;     /* streams waited for bytes to leave */
   double restore_stall_seconds;   /* streams waited for activations to come back */
-  double optimizer_stall_seconds; /* the same for optimizer state */
+  double optimizer_stall_seconds; /* the same for optimizer state and gradients */
+  double weights_stall_seconds;   /* the same for weights */
 } terrace_stash_counters;
 
 TERRACE_API int32_t terrace_stash_abi(void); /* TERRACE_STASH_ABI of the library */

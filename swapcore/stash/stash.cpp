@@ -10,18 +10,25 @@ namespace terrace {
 namespace {
 
 Pool pool_of(Stash::Purpose purpose) {
-  return purpose == Stash::Purpose::kOptimizer ? Pool::kOptimizer : Pool::kActivation;
+  switch (purpose) {
+    case Stash::Purpose::kOptimizer:
+      return Pool::kOptimizer;
+    case Stash::Purpose::kGradient:
+      return Pool::kGradient;
+    case Stash::Purpose::kWeights:
+      return Pool::kWeights;
+    case Stash::Purpose::kActivation:
+      break;
+  }
+  return Pool::kActivation;
+}
+bool of_the_update(Stash::Purpose purpose) {
+  return purpose == Stash::Purpose::kOptimizer || purpose == Stash::Purpose::kGradient;
 }
 CopyReason reason_of(Stash::Purpose purpose, Direction direction) {
-  if (purpose == Stash::Purpose::kOptimizer) return CopyReason::kOptimizer;
+  if (of_the_update(purpose)) return CopyReason::kOptimizer;
   return direction == Direction::kD2H ? CopyReason::kSpill : CopyReason::kRestore;
 }
-std::size_t wait_index(StallReason reason) {
-  if (reason == StallReason::kSpillBackpressure) return 0;
-  return reason == StallReason::kRestoreLate ? 1 : 2;
-}
-constexpr std::array kReasons{StallReason::kSpillBackpressure, StallReason::kRestoreLate,
-                              StallReason::kOptimizerLate};
 
 bool over(const CopyEngine::Ticket& ticket) { return !ticket.valid() || ticket.done(); }
 
@@ -107,29 +114,36 @@ void Stash::reap() {
   });
 }
 
-void Stash::count_stall(StallReason reason, double seconds) {
+Stash::Wait Stash::wait_for(Purpose purpose) {
+  if (of_the_update(purpose)) return Wait::kOptimizer;
+  return purpose == Purpose::kWeights ? Wait::kWeights : Wait::kRestore;
+}
+
+void Stash::count_stall(Wait kind, double seconds) {
   if (seconds <= 0) return;
   double* const stalls[] = {&counters_.spill_stall_seconds, &counters_.restore_stall_seconds,
-                            &counters_.optimizer_stall_seconds};
-  *stalls[wait_index(reason)] += seconds;
-  metrics().add<Metric::kStallSeconds>(reason, seconds);
+                            &counters_.optimizer_stall_seconds, &counters_.weights_stall_seconds};
+  constexpr std::array kReasons{StallReason::kSpillBackpressure, StallReason::kRestoreLate,
+                                StallReason::kOptimizerLate, StallReason::kRestoreLate};
+  *stalls[static_cast<std::size_t>(kind)] += seconds;
+  metrics().add<Metric::kStallSeconds>(kReasons[static_cast<std::size_t>(kind)], seconds);
 }
 
 void Stash::collect_waits() {
-  for (const StallReason reason : kReasons) count_stall(reason, probes_[wait_index(reason)]->collect());
+  for (std::size_t i = 0; i < kWaitCount; ++i) count_stall(static_cast<Wait>(i), probes_[i]->collect());
 }
 
-Status Stash::wait(User user, const Ticket& ticket, StallReason reason) {
+Status Stash::wait(User user, const Ticket& ticket, Wait kind) {
   if (user) {
     const std::lock_guard lock(mutex_);
     if (ticket.done()) return ticket.synchronize();
-    return probes_[wait_index(reason)]->around(*user, [&] { return ticket.order_before(*user); });
+    return probes(kind).around(*user, [&] { return ticket.order_before(*user); });
   }
   if (ticket.done()) return ticket.synchronize();
   const double began = seconds_of(steady_clock().now());
   Status waited = ticket.synchronize();
   const std::lock_guard lock(mutex_);
-  count_stall(reason, seconds_of(steady_clock().now()) - began);
+  count_stall(kind, seconds_of(steady_clock().now()) - began);
   return waited;
 }
 
@@ -172,7 +186,7 @@ Result<Stash::EntryId> Stash::spill(User user, const std::byte* from, Bytes size
 Status Stash::depart(User user, EntryId id) {
   auto entry = find(id);
   if (!entry) return entry.error();
-  return wait(user, (*entry)->out, StallReason::kSpillBackpressure);
+  return wait(user, (*entry)->out, Wait::kSpill);
 }
 
 Result<bool> Stash::left(EntryId id) {
@@ -220,11 +234,7 @@ Status Stash::await(User user, EntryId id) {
   if (!found) return found.error();
   const Entry& entry = **found;
   if (!entry.in.valid()) return invalid("the entry was never restored");
-  const bool optimizer = entry.purpose == Purpose::kOptimizer;
-  if (Status there =
-          wait(user, entry.in, optimizer ? StallReason::kOptimizerLate : StallReason::kRestoreLate);
-      !there)
-    return there;
+  if (Status there = wait(user, entry.in, wait_for(entry.purpose)); !there) return there;
   return lost(entry);
 }
 

@@ -43,7 +43,7 @@ class Stash {
     std::uint64_t value = 0;  // 0: none
     auto operator<=>(const EntryId&) const = default;
   };
-  enum class Purpose : std::uint8_t { kActivation, kOptimizer };
+  enum class Purpose : std::uint8_t { kActivation, kOptimizer, kGradient, kWeights };
 
   // Errors: budgets in contradiction (kInvalidArgument), device errors.
   [[nodiscard]] static Result<std::unique_ptr<Stash>> open(Device& device, Options options);
@@ -74,9 +74,10 @@ class Stash {
   struct Counters {
     Bytes spilled, restored;  // begun
     std::uint64_t spills = 0, restores = 0, entries = 0;
-    double spill_stall_seconds = 0;    // of users, in depart()
-    double restore_stall_seconds = 0;  // of users, in await(), for activations
-    double optimizer_stall_seconds = 0;
+    double spill_stall_seconds = 0;      // of users, in depart()
+    double restore_stall_seconds = 0;    // of users, in await(), for activations
+    double optimizer_stall_seconds = 0;  // for optimizer state and gradients
+    double weights_stall_seconds = 0;
   };
   [[nodiscard]] Counters counters();
   // A training step has ended, with this much HBM held at most by what may be spilled.
@@ -97,18 +98,21 @@ class Stash {
     Ticket out, in;  // not valid: none was begun
   };
   using EntryRef = std::shared_ptr<Entry>;
-  static constexpr std::size_t kWaitCount = 3;  // as the stalls of Counters
+  enum class Wait : std::uint8_t { kSpill, kRestore, kOptimizer, kWeights };  // as the stalls of Counters
+  static constexpr std::size_t kWaitCount = 4;
 
   Stash(Device& device, Options options);
   Status open_parts();
   [[nodiscard]] Result<EntryRef> find(EntryId id);
-  [[nodiscard]] Status wait(User user, const Ticket& ticket, StallReason reason);
+  [[nodiscard]] Status wait(User user, const Ticket& ticket, Wait kind);
   [[nodiscard]] Result<Ticket> begin(User user, const CopyEngine::Request& request, const Transfer& piece);
   [[nodiscard]] Status lost(const Entry& entry) const;
   // All of these: the lock is held.
   void reap();
   void collect_waits();
-  void count_stall(StallReason reason, double seconds);
+  void count_stall(Wait kind, double seconds);
+  [[nodiscard]] WaitProbes& probes(Wait kind) { return *probes_[static_cast<std::size_t>(kind)]; }
+  [[nodiscard]] static Wait wait_for(Purpose purpose);
 
   Device& device_;
   const Policy policy_;

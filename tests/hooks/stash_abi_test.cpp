@@ -62,7 +62,7 @@ TEST_F(StashAbi, WrongArgumentsAreRefusedInWords) {
   EXPECT_EQ(terrace_stash_spill(nullptr, nullptr, &byte, 1, TERRACE_FOR_ACTIVATION, &entry),
             TERRACE_INVALID_ARGUMENT);
   EXPECT_EQ(entry, 0U);
-  EXPECT_EQ(terrace_stash_spill(stash_, nullptr, &byte, 1, static_cast<terrace_purpose>(2), &entry),
+  EXPECT_EQ(terrace_stash_spill(stash_, nullptr, &byte, 1, static_cast<terrace_purpose>(4), &entry),
             TERRACE_INVALID_ARGUMENT);
   EXPECT_EQ(terrace_stash_spill(stash_, nullptr, &byte, UINT64_MAX, TERRACE_FOR_OPTIMIZER, &entry),
             TERRACE_INVALID_ARGUMENT);

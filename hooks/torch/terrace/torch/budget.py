@@ -30,6 +30,10 @@ class FixedBudget:
         """Bytes for optimizer state, were all of it away; None: nothing is said of it."""
         return None
 
+    def is_short(self, held, states, nbytes, working):
+        """Whether room for saved tensors would fall below what is `working` at a time; here nobody can say."""
+        return False
+
     def note(self, nbytes):
         pass
 
@@ -60,6 +64,25 @@ class TorchMemory:
         return torch.cuda.memory_reserved(self._device)
 
 
+class KnownMemory:
+    """The same where no allocator can be asked, as on the emulated device: what is known of is all there is."""
+
+    def __init__(self, known):
+        self._known = known
+        self._peak = 0
+
+    def allocated(self):
+        now = self._known()
+        self._peak = max(self._peak, now)
+        return now
+
+    def peak(self):
+        return self._peak
+
+    def reserved(self):
+        return self.allocated()
+
+
 class DeviceBudget:
     """What the lease leaves beside everything else that the process holds on the device.
 
@@ -71,13 +94,15 @@ class DeviceBudget:
 
     READ_EVERY = 64 << 20  # bytes saved or read: asking the allocator takes microseconds
     SPARE = 0.02  # of the budget, for fragments
+    LEAST = 0.05  # of the budget: with less room for saved tensors, others make room
     UNSEEN_AT_FIRST = 0.08  # of the budget, until a round has shown it
 
-    def __init__(self, memory, lease):
+    def __init__(self, memory, lease, read_every=READ_EVERY):
         self._memory = memory
         self._lease = lease
+        self._read_every = read_every
         self._outside = 0  # held on the device by others than PyTorch's allocator
-        self._since = self.READ_EVERY
+        self._since = self._read_every
         self._others = 0  # now
         self._forward_others = 0  # the most in this round's forward
         self._expected_others = 0  # the same of the last round
@@ -90,7 +115,7 @@ class DeviceBudget:
 
     def limit(self, held, states, in_backward):
         nbytes = self._lease.limit()
-        if self._since >= self.READ_EVERY:
+        if self._since >= self._read_every:
             self._since = 0
             allocated = self._memory.allocated()
             self._seen_peak = max(self._seen_peak, allocated)
@@ -114,13 +139,18 @@ class DeviceBudget:
         return int((self._outside + others + self._unseen) * (1 + self.SPARE))
 
     def room(self, held, states):
-        self._since = self.READ_EVERY
+        self._since = self._read_every
         return max(0, self.limit(held, states, True) + states - held)
+
+    def is_short(self, held, states, nbytes, working):
+        self._since = self._read_every
+        room = self.limit(held, states, True) - nbytes
+        return room < max(2 * working, int(self._lease.limit() * self.LEAST))
 
     def begin_round(self):
         self._peak_before = self._memory.peak()
         self._seen_peak = self._forward_others = 0
-        self._since = self.READ_EVERY
+        self._since = self._read_every
 
     def end_round(self):
         self._expected_others = self._forward_others

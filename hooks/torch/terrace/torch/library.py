@@ -6,7 +6,7 @@ from pathlib import Path
 
 ABI = 1
 OUT_OF_BUDGET, OUT_OF_MEMORY = 1, 2
-FOR_ACTIVATION, FOR_OPTIMIZER = 0, 1
+FOR_ACTIVATION, FOR_OPTIMIZER, FOR_GRADIENT, FOR_WEIGHTS = 0, 1, 2, 3
 UNLIMITED = 2**64 - 1
 
 
@@ -70,6 +70,7 @@ class Counters(ctypes.Structure):
         ("spill_stall_seconds", ctypes.c_double),
         ("restore_stall_seconds", ctypes.c_double),
         ("optimizer_stall_seconds", ctypes.c_double),
+        ("weights_stall_seconds", ctypes.c_double),
     ]
 
 

@@ -8,9 +8,12 @@ import sys
 
 import torch
 
+from .torch_versions import gradient_of
+
 # By exact type: a subclass may look at all parameters at once.
 ELEMENTWISE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad,
                torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
+READS_GRADIENTS = {torch.optim.Adam, torch.optim.AdamW}  # and does not write them, in whatever form
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
@@ -23,12 +26,14 @@ def may_slice(optimizer, args, kwargs):
                 or any(getattr(everywhere, name, None) for name in _GLOBAL_HOOKS))
 
 
-def bytes_of(optimizer, parameter):
-    """Of the parameter's state; before its first update, what Adam would make."""
-    values = optimizer.state.get(parameter)
+def bytes_of(optimizer, parameter, absent):
+    """Of the parameter's state, before its first update of what Adam would make; and of what is `absent` of itself and
+    of its gradient, by key."""
+    values, gradient = optimizer.state.get(parameter), gradient_of(parameter)
+    away = sum(absent[key].nbytes for key in (id(parameter), id(gradient)) if key in absent)
     if not values:
-        return 2 * parameter.numel() * parameter.element_size() if parameter.grad is not None else 0
-    return sum(sizes(values))
+        return away + (2 * parameter.numel() * parameter.element_size() if gradient is not None else 0)
+    return away + sum(sizes(values))
 
 
 def sizes(values):

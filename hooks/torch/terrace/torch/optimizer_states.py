@@ -1,7 +1,8 @@
 """Optimizer state in DDR between updates.
 
-Around every step() of every optimizer: its large state tensors come back before, and leave behind the update, while
-the next forward runs. A tensor that is away is empty; state_dict(), pickling and copying bring all of it back.
+Around every step() of every optimizer: its large state tensors come back before, with gradients and weights that are
+away, and leave behind the update, while the next forward runs. A tensor that is away is empty; state_dict(), pickling
+and copying bring all of it back.
 """
 
 import functools
@@ -9,155 +10,27 @@ import weakref
 
 import torch
 
-from .library import FOR_OPTIMIZER, TerraceError
-from .optimizer_slices import Sliced, bytes_of, cut, may_slice
-from .torch_versions import new_storage, storage_of, view_of
-
-
-class State:
-    """A state tensor, as long as its optimizer has it. Its storage is its own, whole."""
-
-    __slots__ = ("copy", "geometry", "nbytes", "storage", "stream", "tensor")
-
-    def __init__(self, tensor, stream):
-        self.tensor = weakref.ref(tensor)
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.storage = storage_of(tensor)  # while copies read or write it
-        self.nbytes = self.storage.nbytes()
-        self.stream = stream
-        self.copy = 0
-
-
-class DeviceStates:
-    """The states of one device, in three places: leaving, away, coming back."""
-
-    def __init__(self, ledger):
-        self._ledger = ledger
-        self.held = 0  # bytes in HBM that are on their way out, or back early
-        self.moved = 0
-        self.leaving = []
-        self.away = []
-        self.back = []
-
-    def send(self, tensor):
-        ledger = self._ledger
-        state = State(tensor, ledger.stream())
-        try:
-            state.copy = ledger.stash.spill(state.stream, state.storage.data_ptr(), state.nbytes, FOR_OPTIMIZER)
-        except TerraceError as error:
-            ledger.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
-            return
-        self.moved += state.nbytes
-        self.held += state.nbytes
-        self.leaving.append(state)
-
-    def release(self, everything):
-        """HBM of what has left goes back; of everything, where room is wanted, in order of its stream."""
-        stash = self._ledger.stash
-        leaving, self.leaving = self.leaving, []
-        for state in leaving:
-            try:
-                if everything:
-                    stash.depart(state.stream, state.copy)
-                elif not stash.has_left(state.copy):
-                    self.leaving.append(state)
-                    continue
-            except TerraceError:
-                self._ledger.failures["spill_failed"] += 1
-                self._end(state)  # it stays
-                continue
-            tensor = state.tensor()
-            if tensor is None:
-                self._end(state)
-                continue
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor._terrace_bytes = state.nbytes
-            state.storage = None
-            self.held -= state.nbytes
-            self.away.append(state)
-
-    def _end(self, state):
-        """The stash forgets it; whoever uses its storage comes behind the copies."""
-        self._ledger.stash.drop(state.stream, state.copy)
-        if state.storage is not None:
-            self.held -= state.nbytes
-            state.storage = None
-
-    def purge(self):
-        """States whose optimizers have gone."""
-        for name in ("leaving", "away", "back"):
-            states = getattr(self, name)
-            for state in states:
-                if state.tensor() is None:
-                    self._end(state)
-            setattr(self, name, [state for state in states if state.tensor() is not None])
-
-    def prefetch(self, room):
-        """Those that the next update reads first, as far as there is room."""
-        while self.away and self.away[0].nbytes <= room:
-            room -= self.away[0].nbytes
-            self._start(0)
-
-    def start(self, wanted):
-        """Those of these tensors that are away begin to come back."""
-        for index in [i for i, state in enumerate(self.away) if id(state.tensor()) in wanted][::-1]:
-            self._start(index)
-
-    def _start(self, index):
-        ledger, state = self._ledger, self.away[index]
-        tensor = state.tensor()
-        if tensor is not None:
-            storage = new_storage(state.nbytes, ledger.device)
-            state.stream = ledger.stream()
-            ledger.stash.restore(state.stream, state.copy, storage.data_ptr())
-            state.storage = storage
-            self.moved += state.nbytes
-            self.held += state.nbytes
-            self.back.append(state)
-        else:
-            self._end(state)
-        del self.away[index]
-
-    def bring_all(self):
-        """Every state is whole, in order of the current stream."""
-        while self.away:
-            self._start(0)
-        self.wait({id(state.tensor()) for state in self.back + self.leaving})
-
-    def wait(self, wanted):
-        """Those of these tensors that are not away are whole, in order of the current stream, and stay."""
-        ledger = self._ledger
-        stream = ledger.stream()
-        for state in [state for state in self.back if id(state.tensor()) in wanted]:
-            ledger.stash.wait_for(stream, state.copy)
-            tensor = state.tensor()
-            if tensor is not None:
-                tensor.data = view_of(state.storage, tensor, state.geometry)
-                ledger.tie(tensor, state.stream, stream)
-            state.stream = stream
-            self._end(state)
-            self.back.remove(state)
-        for state in [state for state in self.leaving if id(state.tensor()) in wanted]:
-            # Its bytes are here: whoever writes them comes behind the copy.
-            state.stream = stream
-            self._end(state)
-            self.leaving.remove(state)
+from .library import FOR_GRADIENT, FOR_OPTIMIZER
+from .optimizer_slices import READS_GRADIENTS, Sliced, bytes_of, cut, may_slice
+from .torch_versions import gradient_of, storage_of
 
 
 class OptimizerStates:
-    """Wraps the optimizers. `ledger_of` gives a device's ledger or None; each gets DeviceStates."""
+    """Wraps the optimizers. `ledger_of` gives a device's ledger or None; `ledgers` are those that are open, by device."""
 
     _PARTS = ("state_dict", "load_state_dict", "__getstate__")
 
-    def __init__(self, ledger_of, device_type, smallest):
+    def __init__(self, ledger_of, ledgers, device_type, smallest):
         self._ledger_of = ledger_of
+        self._ledgers = ledgers
         self._device_type = device_type
         self._smallest = smallest
         self.before_step = lambda: None
         self.on_step = lambda: None
         self.tier_is_ddr = False
+        self.make_room = lambda nbytes, keys: None  # so many bytes more, beside the tensors with these keys
         self.update_room = lambda: None  # bytes of HBM for state while an update runs; None: as many as it takes
-        self._ledgers = {}
+        self.seen = weakref.WeakSet()  # optimizers
         self._originals = {}
         self._wrapped = []  # (class, its own step)
 
@@ -181,6 +54,7 @@ class OptimizerStates:
         def wrapper(optimizer, *args, **kwargs):
             original(optimizer, *args, **kwargs)
             self._wrap_step(type(optimizer))
+            self.seen.add(optimizer)
 
         return wrapper
 
@@ -202,10 +76,9 @@ class OptimizerStates:
             self.before_step()
             try:
                 runs = self._runs(optimizer, args, kwargs)
-                if len(runs) > 1:
+                if runs:
                     return self._step_in_runs(optimizer, original, runs)
-                self.bring_all()
-                return original(optimizer, *args, **kwargs)
+                return self._step_whole(optimizer, original, args, kwargs)
             finally:
                 self._send(optimizer, None)
                 self.on_step()
@@ -214,39 +87,86 @@ class OptimizerStates:
         owner.step = step
         self._wrapped.append((owner, original))
 
+    def _open(self):
+        return [ledger for ledger in list(self._ledgers.values()) if not ledger.closed]
+
     def bring_all(self):
-        for ledger in self._ledgers.values():
+        """Every state is whole. Weights that are away come as modules ask for them."""
+        for ledger in self._open():
             with ledger.lock:
-                if not ledger.closed:
-                    ledger.states.bring_all()
+                ledger.states.bring_all((FOR_OPTIMIZER, FOR_GRADIENT))
+
+    def _step_whole(self, optimizer, original, args, kwargs):
+        """All at once; a closure in it runs whole passes, in which nothing of the update leaves."""
+        wanted = self._tensors(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+        for ledger in self._open():
+            with ledger.lock:
+                ledger.states.bring_all((FOR_OPTIMIZER, FOR_GRADIENT))
+                ledger.states.bring(wanted, keep=False)
+                self._written(ledger, wanted)
+                ledger.states.holding += 1
+        held = self._open()
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            for ledger in held:
+                ledger.states.holding -= 1
 
     def _runs(self, optimizer, args, kwargs):
         """Parameters in runs: two runs at a time have room, one at work and one on its way."""
         if not self.tier_is_ddr or not may_slice(optimizer, args, kwargs):
             return []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes = [bytes_of(optimizer, p) for p in parameters]
+        absent = self._absent()
+        sizes = [bytes_of(optimizer, p, absent) for p in parameters]
         room = self.update_room()
         if room is None or sum(sizes) <= room:
             return []
         return [[parameters[i] for i in run] for run in cut(sizes, room // 2)]
 
+    def _absent(self):
+        """What is away, on all devices, by key."""
+        absent = {}
+        for ledger in self._open():
+            absent.update(ledger.states.absent)
+        return absent
+
     @staticmethod
     def _tensors(optimizer, parameters):
-        return {id(v) for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)}
+        """The keys of all that an update of these reads or writes."""
+        keys = {id(v) for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)}
+        keys.update(id(gradient_of(p)) for p in parameters)
+        keys.update(id(p) for p in parameters)
+        return keys
+
+    @staticmethod
+    def _written(ledger, keys):
+        """An update writes these, and not every kernel of PyTorch's tells the version."""
+        for key in keys:
+            ledger.states.written(key)
 
     def _step_in_runs(self, optimizer, original, runs):
+        reads_gradients = type(optimizer) in READS_GRADIENTS and getattr(optimizer, "grad_scale", None) is None
         for turn, run in enumerate(runs):
-            for ledger in self._ledgers.values():
+            wanted = self._tensors(optimizer, run)
+            away = [one for key, one in self._absent().items() if key in wanted and one.purpose != FOR_OPTIMIZER]
+            absent = self._absent()
+            self.make_room(sum(bytes_of(optimizer, p, absent) for p in run), wanted)
+            written = {id(p) for p in run} if reads_gradients else wanted
+            for ledger in self._open():
                 with ledger.lock:
-                    ledger.states.start(self._tensors(optimizer, run))
-                    ledger.states.wait(self._tensors(optimizer, run))
+                    ledger.states.bring(wanted, keep=True)
+                    self._written(ledger, written)
             with Sliced(optimizer, run):
                 original(optimizer)
             self._send(optimizer, run)
-            for ledger in self._ledgers.values():
+            for ledger in self._open():
                 with ledger.lock:
                     # In order of the stream: the update of this run, its way out, the next run's way in.
+                    for one in away:
+                        tensor = one.tensor()
+                        if tensor is not None and tensor.device == ledger.device:
+                            ledger.states.send(tensor, one.tensor, one.purpose, keeps=True)
                     if turn + 1 < len(runs):
                         ledger.states.start(self._tensors(optimizer, runs[turn + 1]))
                     ledger.states.release(True)
@@ -256,7 +176,7 @@ class OptimizerStates:
         if not self.tier_is_ddr:
             return
         chosen = None if parameters is None else {id(p) for p in parameters}
-        travelling = {id(s.tensor()) for ledger in self._ledgers.values() for s in ledger.states.leaving + ledger.states.back}
+        travelling = {one.key for ledger in self._open() for one in ledger.states.leaving + ledger.states.back}
         for parameter, values in optimizer.state.items():
             if not isinstance(values, dict) or (chosen is not None and id(parameter) not in chosen):
                 continue
@@ -275,7 +195,4 @@ class OptimizerStates:
         if ledger is None:
             return
         with ledger.lock:
-            if ledger.device not in self._ledgers:
-                ledger.states = DeviceStates(ledger)
-                self._ledgers[ledger.device] = ledger
-            ledger.states.send(tensor)
+            ledger.states.send(tensor, weakref.ref(tensor))

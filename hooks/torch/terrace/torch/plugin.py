@@ -7,21 +7,26 @@ import time
 import torch
 
 from . import report
-from .budget import DeviceBudget, FixedBudget, TorchMemory
+from .budget import DeviceBudget, FixedBudget, KnownMemory, TorchMemory
+from .gradients import Gradients
 from .lease import Lease
-from .library import UNLIMITED, Stash, TerraceError
+from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, UNLIMITED, Stash, TerraceError
 from .optimizer_states import OptimizerStates
+from .parameters import Parameters
 from .residency import Ledger
-from .saved_tensors import Parameters, SavedTensors
+from .saved_tensors import SavedTensors
 from .schedule import Schedule
 from .streams import CudaStreams, HostStreams
+from .torch_versions import gradient_of, storage_of
+from .weights import Weights
+from .wrappers import Wrappers
 
 
 class Settings:
     """What may be said in a program instead of in the policy."""
 
     def __init__(self, saved_budget=None, smallest=1 << 20, ddr_budget=0, optimizer=None, emulated_link=None,
-                 update_room=None, join_daemon=True):
+                 update_room=None, join_daemon=True, gradients=None):
         self.saved_budget = saved_budget  # bytes of HBM for saved tensors; None: as the policy says
         self.smallest = smallest  # bytes of a tensor that is worth moving
         self.ddr_budget = ddr_budget  # 0: as the policy says
@@ -29,6 +34,7 @@ class Settings:
         self.emulated_link = emulated_link  # bytes a second
         self.update_room = update_room  # bytes of HBM for optimizer state in an update; None: as the budget leaves
         self.join_daemon = join_daemon
+        self.gradients = gradients  # "ddr": they leave whatever room there is; None: where it is short
 
 
 class Plugin:
@@ -42,30 +48,40 @@ class Plugin:
         self._lock = threading.Lock()
         self._off = False
         self._since = None
-        self.saved = SavedTensors(self.ledger_of, device_type, self._settings.smallest)
-        self.states = OptimizerStates(self.ledger_of, device_type, self._settings.smallest)
+        smallest = self._settings.smallest
+        self.weights = Weights(self.ledger_of, device_type, smallest)
+        self.saved = SavedTensors(self.ledger_of, device_type, smallest, self.weights)
+        self.saved.on_round = self._begin_round
+        self.gradients = Gradients(self.ledger_of, device_type, smallest)
+        self.gradients.always = self._settings.gradients == "ddr"
+        self.states = OptimizerStates(self.ledger_of, self._ledgers, device_type, smallest)
         self.states.before_step = self._settle
         self.states.on_step = self._note_step
         self.states.update_room = self._update_room
+        self.states.make_room = self._make_room_in_update
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
-        self._thread_start = None
+        self._wrappers = Wrappers()
 
     # ------------------------------------------------------------ life
 
     def start(self):
         Parameters.watch()
+        Parameters.on_register = self._on_register
         self.states.watch()
         self.saved.install()
-        self._install_on_new_threads()
-        self._yield_to_transforms()
+        self._wrappers.threads_begin_with(self.saved.install)
+        self._wrappers.transforms_without(self.saved)
+        self._wrappers.before_compiling(lambda: self.weights.end("compiled"))
+        self._wrappers.before_capture(lambda: self.weights.end("captured"))
 
     def stop(self):
         self.states.bring_all()
+        self.weights.end()
+        self.gradients.unwatch()
         self.states.unwatch()
         self.saved.remove()
         Parameters.unwatch()
-        threading.Thread._bootstrap_inner = self._thread_start
-        torch.autograd.graph.disable_saved_tensors_hooks = self._transform_guard
+        self._wrappers.undo()
         for ledger in self._ledgers.values():
             ledger.close()
         self._off = True
@@ -121,53 +137,73 @@ class Plugin:
         if settings.optimizer is None:
             self.states.tier_is_ddr = budgets.optimizer_in_ddr != 0
         lease = Lease(stash)
-        memory = TorchMemory(device) if self._kind == "cuda" else None
-        if settings.saved_budget is not None:
-            budget = FixedBudget(settings.saved_budget, lease, memory)
-        elif budgets.activations != UNLIMITED or memory is None:
-            budget = FixedBudget(budgets.activations, lease, memory)
-        else:
+        on_gpu = self._kind == "cuda"
+        memory = TorchMemory(device) if on_gpu else KnownMemory(lambda: self._known_bytes(device))
+        if settings.saved_budget is not None or budgets.activations != UNLIMITED:
+            nbytes = budgets.activations if settings.saved_budget is None else settings.saved_budget
+            budget = FixedBudget(nbytes, lease, memory if on_gpu else None)
+        elif on_gpu:
             budget = DeviceBudget(memory, lease)
-        streams = CudaStreams if self._kind == "cuda" else HostStreams
-        ledger = Ledger(stash, device, lease, budget, Schedule(), streams)
+        else:
+            budget = DeviceBudget(memory, lease, min(DeviceBudget.READ_EVERY, budgets.hbm >> 6))
+        ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
+        ledger.memory = memory
         self._ledgers[device] = ledger
+        if self.states.tier_is_ddr:
+            self.gradients.watch()
+            self._wrappers.zeroing_without(self.gradients.drop_absent)
+            self._wrappers.after_apply(self._on_apply)
         return ledger
 
-    def _install_on_new_threads(self):
-        """Default hooks belong to a thread: those that start from here on get them too."""
-        original = threading.Thread._bootstrap_inner
-        saved = self.saved
+    def _known_bytes(self, device):
+        """On a device without an allocator: what is known to be there."""
+        ledger = self._ledgers.get(device)
+        if ledger is None:
+            return 0
+        tensors = []
+        for parameter in Parameters.alive():
+            tensors += [parameter, gradient_of(parameter)]
+        for optimizer in list(self.states.seen):
+            tensors += [v for values in optimizer.state.values() if isinstance(values, dict) for v in values.values()]
+        storages = {}
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device == device and tensor.layout is torch.strided:
+                storage = storage_of(torch.Tensor.detach(tensor))
+                storages[storage._cdata] = storage.nbytes()
+        return sum(storages.values()) + ledger.held + ledger.states.arriving
 
-        def bootstrap(thread):
-            saved.install()
-            original(thread)
+    # ------------------------------------------------------------ gradients and weights
 
-        self._thread_start = original
-        threading.Thread._bootstrap_inner = bootstrap
+    def _tiers(self, device):
+        """The ledger of a device where what an update needs may be in DDR, or None."""
+        ledger = self.ledger_of(device)
+        return ledger if ledger is not None and self.states.tier_is_ddr else None
 
-    def _yield_to_transforms(self):
-        """torch.func refuses to work under hooks: ours are away while it does."""
-        original = torch.autograd.graph.disable_saved_tensors_hooks
-        self._transform_guard = original
-        saved = self.saved
+    def _on_register(self, parameter):
+        """A model is being built: on the device, it may be too large already."""
+        if (parameter.device.type == ("cuda" if self._kind == "cuda" else "cpu") and not self._off
+                and parameter.numel() * parameter.element_size() >= self._settings.smallest):
+            self._make_room_at_rest(parameter.device, id(parameter))
 
-        class Away:
-            def __init__(self, message):
-                self._context = original(message)
+    def _on_apply(self, module):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._on_register(parameter)
 
-            def __enter__(self):
-                self._ours = saved.installed
-                if self._ours:
-                    saved.remove()
-                return self._context.__enter__()
+    def _make_room_at_rest(self, device, building):
+        ledger = self._tiers(device)
+        if ledger is not None:
+            self.weights.at_rest(ledger, Parameters.all, building=building)
 
-            def __exit__(self, *error):
-                left = self._context.__exit__(*error)
-                if self._ours:
-                    saved.install()
-                return left
+    def _make_room_in_update(self, nbytes, keys):
+        for ledger in self._ledgers.values():
+            if not ledger.closed:
+                self.weights.make_room(ledger, nbytes, keys)
 
-        torch.autograd.graph.disable_saved_tensors_hooks = Away
+    def _begin_round(self, ledger):
+        if self.states.tier_is_ddr:
+            self.gradients.hook(Parameters.alive())
+            ledger.states.purge()
 
     # ------------------------------------------------------------ counting
 
@@ -184,6 +220,8 @@ class Plugin:
         for ledger in self._ledgers.values():
             if not ledger.closed:
                 ledger.settle()
+                if self.states.tier_is_ddr:
+                    self.weights.at_rest(ledger, Parameters.all, make_room=False)
 
     def _note_step(self):
         now = time.monotonic()
@@ -193,6 +231,7 @@ class Plugin:
         for ledger in self._ledgers.values():
             ledger.settle()
             ledger.stash.note_step(seconds, ledger.held_peak)
+        self.weights.next_step()
         self._rest_or_wake()
 
     def _rest_or_wake(self):
@@ -203,13 +242,13 @@ class Plugin:
         if not roomy:
             if not self.saved.installed:
                 self.saved.install()
-        elif self.saved.is_on_top and all(l.rounds >= 2 and l.spills_in_round == 0 for l in ledgers):
+        elif self.saved.is_on_top and not self.weights.active and all(l.rounds >= 2 and l.spills_in_round == 0 for l in ledgers):
             self.saved.remove()
 
     def figures(self):
         total = dict.fromkeys(("rounds", "changes", "held", "held_peak", "revived_bytes", "spilled_bytes", "restored_bytes",
-                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "given_way"), 0)
-        total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0)
+                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "gradient_bytes", "weight_bytes", "hbm_peak_bytes", "given_way"), 0)
+        total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0, weights_stall_seconds=0.0)
         total["passed"] = dict(self.saved.passed)
         total["failures"] = {}
         for ledger in self._ledgers.values():
@@ -218,7 +257,7 @@ class Plugin:
             ledger.settle()
             counters = ledger.stash.counters()
             for name in ("spilled_bytes", "restored_bytes", "spills", "restores", "ddr_peak_bytes", "entries",
-                         "spill_stall_seconds", "restore_stall_seconds", "optimizer_stall_seconds"):
+                         "spill_stall_seconds", "restore_stall_seconds", "optimizer_stall_seconds", "weights_stall_seconds"):
                 total[name] += getattr(counters, name)
             total["rounds"] += ledger.rounds
             total["changes"] += ledger.schedule.changes
@@ -226,7 +265,10 @@ class Plugin:
             total["held"] += ledger.held
             total["held_peak"] += ledger.held_peak
             total["revived_bytes"] += ledger.revived
-            total["state_bytes"] += ledger.states.moved
+            total["state_bytes"] += ledger.states.moved[FOR_OPTIMIZER]
+            total["gradient_bytes"] += ledger.states.moved[FOR_GRADIENT]
+            total["weight_bytes"] += ledger.states.moved[FOR_WEIGHTS]
+            total["hbm_peak_bytes"] += ledger.memory.peak()
             for name, count in ledger.failures.items():
                 total["failures"][name] = total["failures"].get(name, 0) + count
         return total

@@ -15,6 +15,7 @@ from .lease import NO_LIMIT
 from .library import TerraceError
 from .schedule import choose_victims
 from .torch_versions import expired, forget, new_storage, revive, view_of
+from .travellers import Travellers
 
 RECENT = 4  # storages read last: their operators may be at work
 
@@ -44,25 +45,6 @@ class Entry:
         self.ledger.gone(self)
 
 
-class NoStates:
-    """Where no optimizer state moves."""
-
-    held = 0
-    moved = 0
-
-    def purge(self):
-        pass
-
-    def bring_all(self):
-        pass
-
-    def release(self, everything):
-        pass
-
-    def prefetch(self, room):
-        pass
-
-
 class Ledger:
     def __init__(self, stash, device, lease, budget, schedule, streams):
         self.stash = stash
@@ -71,7 +53,7 @@ class Ledger:
         self.budget = budget
         self.schedule = schedule
         self._streams = streams
-        self.states = NoStates()
+        self.states = Travellers(self)
         self.lock = threading.RLock()
         self.held = 0  # bytes of entries in HBM
         self.held_peak = 0
@@ -102,6 +84,10 @@ class Ledger:
 
     def limit(self):
         return self.budget.limit(self.held, self.states.held, self.schedule.in_backward)
+
+    def is_short(self, nbytes=0):
+        """With so many bytes more, saved tensors would have hardly any room left beside everything else."""
+        return self.budget.is_short(self.held, self.states.held, nbytes, RECENT * self._largest)
 
     def stream(self):
         """The raw stream on which this thread works."""
@@ -331,13 +317,13 @@ class Ledger:
         if kept is not None and kept.nbytes() == entry.nbytes:
             self._bring_kept(entry, kept)
             return
-        storage = self._new_storage(entry.nbytes)
+        storage = self.new_storage(entry.nbytes)
         self.stash.restore(stream, entry.copy, storage.data_ptr())
         entry.arriving = True
         entry.stream = stream
         self._fill(entry, storage)
 
-    def _new_storage(self, nbytes):
+    def new_storage(self, nbytes):
         try:
             return new_storage(nbytes, self.device)
         except RuntimeError:

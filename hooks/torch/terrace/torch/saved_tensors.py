@@ -10,7 +10,9 @@ import threading
 import torch
 from torch.utils.data import get_worker_info
 
+from .parameters import Parameters
 from .torch_versions import pop_default_hooks, push_default_hooks, storage_of, top_default_hooks
+from .weights import SavedWeight
 
 
 class Kept:
@@ -48,17 +50,23 @@ def check_version(saved, size):
 class SavedTensors:
     """The hooks. `ledger_of` gives a device's ledger, or None where nothing of it is to move."""
 
-    def __init__(self, ledger_of, device_type, smallest):
+    def __init__(self, ledger_of, device_type, smallest, weights):
+        self._weights = weights
         self._ledger_of = ledger_of
         self._device_type = device_type
         self._smallest = smallest
         self._parameters = Parameters()
+        self.on_round = lambda ledger: None  # before the first save of a round
         self.passed = collections.Counter()  # saved tensors that stay, by why
         self._threads = threading.local()
 
     # ------------------------------------------------------------ hooks
 
     def pack(self, tensor):
+        if self._weights.active:
+            saved = self._pack_weight(tensor)
+            if saved is not None:
+                return saved
         why = self._reason_to_keep(tensor)
         if why is not None:
             if why:
@@ -70,6 +78,16 @@ class SavedTensors:
             # A tensor of a kind that has no storage to look at. It was saved before, so it can be again.
             self.passed["without_storage"] += 1
             return Kept(tensor)
+
+    def _pack_weight(self, tensor):
+        if tensor.device.type != self._device_type or tensor.layout is not torch.strided or tensor.is_quantized:
+            return None
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_conj() or tensor.is_neg():
+            return None
+        try:
+            return self._weights.pack(tensor)
+        except RuntimeError:
+            return None
 
     def _reason_to_keep(self, tensor):
         """Why a tensor stays; "": it is too small to be worth counting; None: it may move."""
@@ -100,6 +118,8 @@ class SavedTensors:
         alias = tensor.detach()
         geometry = (alias.size(), alias.stride(), alias.storage_offset())
         with ledger.lock:
+            if ledger.between_rounds:
+                self.on_round(ledger)
             self._parameters.note(ledger)
             if storage._cdata in ledger.fixed:
                 return Kept(tensor)
@@ -114,6 +134,9 @@ class SavedTensors:
         if type(saved) is Kept:
             check_version(saved, saved.tensor.size())
             return saved.tensor
+        if type(saved) is SavedWeight:
+            check_version(saved, saved.geometry[0])
+            return self._weights.unpack(saved)
         check_version(saved, saved.size)
         ledger = saved.entry.ledger
         with ledger.lock:
@@ -143,60 +166,3 @@ class SavedTensors:
     @property
     def installed(self):
         return getattr(self._threads, "installed", False)
-
-
-class Parameters:
-    """Module parameters: they are in HBM whatever happens, so what is saved of them never moves.
-
-    Found as modules register them. Their storages may be exchanged (`model.cuda()`), mostly before the first steps.
-    """
-
-    LOOK_ROUNDS = 3
-    _all = []  # weak, of the process
-    _registered = 0
-
-    def __init__(self):
-        self._looked = {}  # by ledger: how many were registered at the last look
-
-    @classmethod
-    def watch(cls):
-        """Every module's register_parameter from here on."""
-        import weakref
-
-        original = torch.nn.Module.register_parameter
-        if getattr(original, "_terrace", None) is not None:
-            return
-
-        def register_parameter(module, name, param):
-            original(module, name, param)
-            if param is not None:
-                cls._all.append(weakref.ref(param))
-                cls._registered += 1
-
-        register_parameter._terrace = original
-        torch.nn.Module.register_parameter = register_parameter
-
-    @classmethod
-    def unwatch(cls):
-        original = getattr(torch.nn.Module.register_parameter, "_terrace", None)
-        if original is not None:
-            torch.nn.Module.register_parameter = original
-
-    def note(self, ledger):
-        beginning = ledger.between_rounds and ledger.rounds < self.LOOK_ROUNDS
-        if not beginning and self._looked.get(id(ledger)) == self._registered:
-            return
-        self._looked[id(ledger)] = self._registered
-        alive = []
-        for reference in Parameters._all:
-            parameter = reference()
-            if parameter is None:
-                continue
-            alive.append(reference)
-            if parameter.device != ledger.device or parameter.layout is not torch.strided:
-                continue
-            try:
-                ledger.keep(storage_of(parameter.detach()))
-            except RuntimeError:
-                continue  # a subclass without a storage of its own
-        Parameters._all[:] = alive

@@ -19,6 +19,14 @@ else:
         return storage_of(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
+# PyTorch's own, whatever else a class of tensors shows under these names.
+data_of = torch.Tensor.data.__get__
+set_data = torch.Tensor.data.__set__
+gradient_of = torch.Tensor.grad.__get__
+set_gradient = torch.Tensor.grad.__set__
+delete_gradient = torch.Tensor.grad.__delete__
+
+
 def expired(weak):
     return torch.UntypedStorage._expired(weak)
 

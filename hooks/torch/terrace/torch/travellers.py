@@ -1,0 +1,230 @@
+"""Tensors that are used now and then: whole in HBM, leaving, in DDR with something in their place, coming back.
+
+Optimizer state, gradients and weights. Whoever moves them says when; what is here keeps order and bytes. Everything
+under the ledger's lock.
+"""
+
+import collections
+
+import torch
+
+from .library import FOR_OPTIMIZER, FOR_WEIGHTS, TerraceError
+from .torch_versions import set_data, storage_of, view_of
+
+
+def stand_in(tensor, purpose):
+    """What a tensor shows while it is away. State and gradients are empty, which says what it is. Weights keep their
+    shape, which programs ask for at any time, and read as NaN, which nobody overlooks."""
+    if purpose != FOR_WEIGHTS:
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        worst = float("nan")
+    else:
+        worst = True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+    return torch.full((), worst, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+class Traveller:
+    """A tensor whose storage is its own, whole. `tensor` gives it, or None once nobody needs it any more."""
+
+    __slots__ = ("copy", "geometry", "keeps", "key", "nbytes", "purpose", "storage", "stream", "tensor", "version")
+
+    def __init__(self, tensor, reference, stream, purpose, keeps):
+        self.tensor = reference
+        self.key = id(tensor)
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.storage = storage_of(tensor)  # while copies read or write it
+        self.nbytes = self.storage.nbytes()
+        self.stream = stream
+        self.purpose = purpose
+        self.keeps = keeps  # its copy is good as long as its version is the same
+        self.version = tensor._version
+        self.copy = 0
+
+
+class Travellers:
+    """Those of one device, in four places."""
+
+    def __init__(self, ledger):
+        self._ledger = ledger
+        self.held = 0  # bytes in HBM that are on their way out, or back early
+        self.moved = collections.Counter()  # bytes both ways, by purpose
+        self.leaving = []
+        self.away = []
+        self.back = []
+        self.here = {}  # by key: whole, and a copy that is still good
+        self.holding = 0  # above zero, nothing begins to leave
+        self.absent = {}  # by key: those away or back, whose tensors show something else
+
+    @property
+    def arriving(self):
+        """Bytes of storages that no tensor shows yet."""
+        return sum(one.nbytes for one in self.back)
+
+    def moves(self, key):
+        """A tensor with this key is not simply whole."""
+        return key in self.absent or any(one.key == key for one in self.leaving)
+
+    # ------------------------------------------------------------ leaving
+
+    def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False):
+        """It begins to leave. False: it stays."""
+        ledger = self._ledger
+        known = self.here.pop(id(tensor), None)
+        one = known or Traveller(tensor, reference, ledger.stream(), purpose, keeps)
+        try:
+            if known is not None:
+                if known.tensor() is tensor and known.version == tensor._version:
+                    ledger.stash.depart(ledger.stream(), known.copy)  # done long ago, as a rule
+                    self._hide(known, tensor)
+                    return True
+                self._end(known)
+                one = Traveller(tensor, reference, ledger.stream(), purpose, keeps)
+            ledger.tie(tensor, None, one.stream)
+            one.copy = ledger.stash.spill(one.stream, one.storage.data_ptr(), one.nbytes, purpose)
+        except TerraceError as error:
+            ledger.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
+            return False
+        self.moved[one.purpose] += one.nbytes
+        self.held += one.nbytes
+        self.leaving.append(one)
+        return True
+
+    def release(self, everything, spare=0):
+        """HBM of what has left goes back; of everything but the last few, where room is wanted, in order of its
+        stream."""
+        stash = self._ledger.stash
+        leaving, self.leaving = self.leaving, []
+        for index, one in enumerate(leaving):
+            try:
+                if everything and index < len(leaving) - spare:
+                    stash.depart(one.stream, one.copy)
+                elif not stash.has_left(one.copy):
+                    self.leaving.append(one)
+                    continue
+            except TerraceError:
+                self._ledger.failures["spill_failed"] += 1
+                self.held -= one.nbytes
+                self._end(one)  # it stays
+                continue
+            self.held -= one.nbytes
+            tensor = one.tensor()
+            if tensor is None:
+                self._end(one)
+            elif tensor._version != one.version:
+                self._end(one)  # changed behind our back: the copy is of no use
+            else:
+                self._hide(one, tensor)
+
+    def _hide(self, one, tensor):
+        with torch.inference_mode(False):  # what is made there cannot be saved for backward
+            set_data(tensor, stand_in(tensor, one.purpose))
+        tensor._terrace_bytes = one.nbytes
+        one.storage = None
+        self.away.append(one)
+        self.absent[one.key] = one
+
+    def _end(self, one):
+        """The stash forgets it; whoever uses its storage comes behind the copies."""
+        self._ledger.stash.drop(one.stream, one.copy)
+        one.storage = None
+        if self.absent.get(one.key) is one:
+            del self.absent[one.key]
+
+    def purge(self):
+        """Those that nobody needs any more."""
+        for name in ("leaving", "away", "back"):
+            staying = []
+            for one in getattr(self, name):
+                if one.tensor() is None:
+                    if name != "away":
+                        self.held -= one.nbytes
+                    self._end(one)
+                else:
+                    staying.append(one)
+            setattr(self, name, staying)
+        for key in [key for key, one in self.here.items() if one.tensor() is None]:
+            self._end(self.here.pop(key))
+
+    # ------------------------------------------------------------ coming back
+
+    def prefetch(self, room):
+        """Those that the next update reads first, as far as there is room."""
+        index = 0
+        while index < len(self.away):
+            one = self.away[index]
+            if one.purpose == FOR_WEIGHTS:
+                index += 1
+                continue
+            if one.nbytes > room:
+                return
+            room -= one.nbytes
+            self._start(index)
+
+    def start(self, wanted):
+        """Those with these keys that are away begin to come back."""
+        for index in [i for i, one in enumerate(self.away) if one.key in wanted][::-1]:
+            self._start(index)
+
+    def _start(self, index):
+        ledger, one = self._ledger, self.away[index]
+        if one.tensor() is not None:
+            storage = ledger.new_storage(one.nbytes)
+            one.stream = ledger.stream()
+            ledger.stash.restore(one.stream, one.copy, storage.data_ptr())
+            one.storage = storage
+            self.moved[one.purpose] += one.nbytes
+            self.held += one.nbytes
+            self.back.append(one)
+        else:
+            self._end(one)
+        self.away.remove(one)
+
+    def bring_all(self, purposes):
+        """Every one of these is whole, in order of the current stream, and its copy forgotten."""
+        self.bring({one.key for one in self.away + self.back + self.leaving if one.purpose in purposes}, keep=False)
+        for key in [key for key, one in self.here.items() if one.purpose in purposes]:
+            self.written(key)
+
+    def bring(self, wanted, keep):
+        self.start(wanted)
+        self.wait(wanted, keep)
+
+    def wait(self, wanted, keep):
+        """Those with these keys that are not away are whole, in order of the current stream, and stay. `keep`: who
+        asks does not write them, or says so by their version: the copy may be of use once more."""
+        ledger = self._ledger
+        stream = ledger.stream()
+        for one in [one for one in self.back if one.key in wanted]:
+            ledger.stash.wait_for(stream, one.copy)
+            self.back.remove(one)
+            self.held -= one.nbytes
+            tensor = one.tensor()
+            if tensor is None:
+                self._end(one)
+                continue
+            with torch.inference_mode(False):
+                set_data(tensor, view_of(one.storage, tensor, one.geometry))
+            tensor._terrace_bytes = 0
+            self.absent.pop(one.key, None)
+            ledger.tie(tensor, one.stream, stream)
+            one.stream = stream
+            self._stay(one, keep)
+        for one in [one for one in self.leaving if one.key in wanted]:
+            self.leaving.remove(one)
+            self.held -= one.nbytes
+            # Its bytes are here. Who only reads them leaves the copy good; who writes them comes behind it.
+            one.stream = stream
+            self._stay(one, keep)
+
+    def _stay(self, one, keep):
+        if keep and one.keeps:
+            self.here[one.key] = one
+        else:
+            self._end(one)
+
+    def written(self, key):
+        """Somebody may write it in a way that no version shows: its copy is of no use any more."""
+        one = self.here.pop(key, None)
+        if one is not None:
+            self._end(one)

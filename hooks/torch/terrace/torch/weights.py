@@ -1,0 +1,318 @@
+"""Weights in DDR between their uses, where not all of them have room beside what a step needs.
+
+A module brings a weight by being asked for it, backward by unpacking it, the update by its turn. Those used last stay;
+what was used next the last time comes back ahead. A weight that was not written since it came leaves without a copy.
+"""
+
+import collections
+import sys
+import weakref
+
+import torch
+
+from .library import FOR_WEIGHTS
+from .torch_versions import data_of, set_data, storage_of, view_of
+
+AHEAD = 2  # weights on their way at a time
+LOOK = 16  # uses ahead
+
+
+class Weight:
+    """A parameter that may move. Gives it, or None once it is gone."""
+
+    __slots__ = ("__weakref__", "_weak", "before", "rest", "saved", "stream", "turn")
+
+    def __init__(self, parameter):
+        self._weak = weakref.ref(parameter)
+        self.rest = None  # references to it while nobody is at work
+        self.saved = 0  # how often autograd has it
+        self.stream = None  # that used it last
+        self.turn = 0  # how often a program gave it other memory while it was saved
+        self.before = {}  # what it showed then, by turn
+
+    def __call__(self):
+        return self._weak()
+
+    def references(self):
+        return sys.getrefcount(self._weak())
+
+    def note_rest(self):
+        self.rest = self.references() - self.saved
+
+    def is_busy(self, ours):
+        """Somebody holds it who does not hold it between steps, and not `ours` either: a module at work, as a rule."""
+        return self.rest is None or self.references() - self.saved > self.rest + ours
+
+
+class SavedWeight:
+    """What autograd has of a weight: its geometry. The parameter lives as long."""
+
+    __slots__ = ("_parameter", "geometry", "like", "turn", "version", "weight")
+
+    def __init__(self, weight, tensor):
+        self.weight = weight
+        self._parameter = weight()
+        weight.saved += 1
+        self.turn = weight.turn
+        self.like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.version = tensor._version
+
+    def __del__(self):
+        self.weight.saved -= 1
+
+    @property
+    def tensor(self):
+        return self._parameter
+
+
+class Weights:
+    """Of the modules of this process. Nothing of a program is touched before room has run short between two steps."""
+
+    def __init__(self, ledger_of, device_type, smallest):
+        self._ledger_of = ledger_of
+        self._device_type = device_type
+        self._smallest = smallest
+        self.active = False
+        self.stay = None  # why none may move any more: "compiled", "captured", "ended"
+        self._known = {}  # by id of the parameter
+        self._by_storage = {}  # id by storage, of those that are whole
+        self._used = collections.OrderedDict()  # ids, the least recently used first
+        self._order = []  # ids as they were used since the last step
+        self._expected = []  # the same of the step before
+        self._turn = 0
+        self._originals = {}
+
+    # ------------------------------------------------------------ life
+
+    def at_rest(self, ledger, weak_parameters, make_room=True, building=None):
+        """Nobody computes: between two steps, or while a model is built. Begins where room is short. `building`: the
+        parameter that is being given to a module."""
+        if self.stay or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        with ledger.lock:
+            if not self.active:
+                if not ledger.is_short():
+                    return
+                self._begin()
+            self._note(ledger, weak_parameters)
+            for key, weight in self._known.items():
+                if key != building and weight() is not None:
+                    weight.note_rest()
+            if make_room:
+                self._make_room_for(ledger, 0, building)
+
+    def next_step(self):
+        if self._order:
+            self._expected, self._order, self._turn = self._order, [], 0
+
+    def _begin(self):
+        self.active = True
+        module, parameter = torch.nn.Module, torch.nn.Parameter
+        self._originals = {"__getattr__": module.__getattr__, "_load_from_state_dict": module._load_from_state_dict,
+                           "_apply": module._apply}
+        get = self._originals["__getattr__"]
+
+        def __getattr__(owner, name):
+            value = get(owner, name)
+            if type(value) is parameter:
+                self.use(value)
+            return value
+
+        module.__getattr__ = __getattr__
+        for name in ("_load_from_state_dict", "_apply"):
+            setattr(module, name, self._with_its_own_whole(self._originals[name]))
+
+        def read(p):
+            self.whole(p)
+            return data_of(p)
+
+        def write(p, data):
+            self.whole(p)
+            weight = self._weight(p)
+            if weight is not None and weight.saved:
+                weight.before[weight.turn] = data_of(p)  # what backward is to read
+                weight.turn += 1
+            set_data(p, data)
+
+        def detach(p):
+            self.whole(p)
+            return torch.Tensor.detach(p)
+
+        parameter.data = property(read, write)
+        parameter.detach = detach
+
+    def _with_its_own_whole(self, original):
+        def call(module, *args, **kwargs):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.whole(parameter)
+            parameter = None  # noqa: F841: who is referred to from here is at work
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def end(self, why=None):
+        """All are whole, and none moves any more."""
+        self.stay = self.stay or why or "ended"
+        if not self.active:
+            return
+        for weight in list(self._known.values()):
+            parameter = weight()
+            if parameter is not None:
+                self.whole(parameter)
+        for name, original in self._originals.items():
+            setattr(torch.nn.Module, name, original)
+        del torch.nn.Parameter.data, torch.nn.Parameter.detach
+        self.active = False
+        self._known.clear()
+        self._by_storage.clear()
+        self._used.clear()
+
+    # ------------------------------------------------------------ which
+
+    def _note(self, ledger, weak_parameters):
+        for key in [key for key, weight in self._known.items() if weight() is None]:
+            del self._known[key]
+            self._used.pop(key, None)
+        owners = collections.Counter()
+        new = []
+        for weak in weak_parameters:
+            parameter = weak()
+            if parameter is None or not self._may_move(ledger, parameter):
+                continue
+            key = id(parameter)
+            if key in ledger.states.absent:
+                continue
+            owners[storage_of(parameter)._cdata] += 1
+            new.append((key, parameter))
+        self._by_storage = {}
+        for key, parameter in new:
+            address = storage_of(parameter)._cdata
+            if owners[address] > 1:
+                continue  # another parameter shows the same bytes
+            self._by_storage[address] = key
+            if key not in self._known:
+                self._known[key] = Weight(parameter)
+                self._used[key] = None
+
+    def _may_move(self, ledger, parameter):
+        nbytes = parameter.numel() * parameter.element_size()
+        if (type(parameter) is not torch.nn.Parameter or parameter.device != ledger.device
+                or parameter.layout is not torch.strided or nbytes < self._smallest or parameter.is_quantized
+                or getattr(parameter, "_terrace_stays", False)):
+            return False
+        return id(parameter) in ledger.states.absent or storage_of(parameter).nbytes() == nbytes
+
+    # ------------------------------------------------------------ uses
+
+    def _weight(self, parameter):
+        weight = self._known.get(id(parameter))
+        return weight if weight is not None and weight() is parameter else None
+
+    def whole(self, parameter):
+        """It is whole, in order of the current stream, and whoever asks may write it unseen."""
+        self._bring(parameter, keep=False)
+
+    def use(self, parameter):
+        """Somebody is about to read it, or to write it so that its version says so."""
+        weight = self._weight(parameter)
+        if weight is None:
+            return
+        ledger = self._bring(parameter, keep=True)
+        if ledger is not None:
+            with ledger.lock:
+                self._follow(ledger, id(parameter))
+
+    def _bring(self, parameter, keep):
+        weight = self._weight(parameter)
+        ledger = self._ledger_of(parameter.device) if weight is not None else None
+        if ledger is None:
+            return None
+        key = id(parameter)
+        with ledger.lock:
+            stream = ledger.stream()
+            if ledger.states.moves(key):
+                absent = ledger.states.absent.get(key)
+                if absent is not None and absent in ledger.states.away:
+                    self._make_room_for(ledger, absent.nbytes, key)
+                ledger.states.bring({key}, keep)
+                self._by_storage[storage_of(parameter)._cdata] = key
+            elif weight.stream not in (None, stream):
+                ledger.tie(parameter, weight.stream, stream)
+            if not keep:
+                ledger.states.written(key)
+            weight.stream = stream
+            self._used[key] = None
+            self._used.move_to_end(key)
+        return ledger
+
+    def _follow(self, ledger, key):
+        """The order of uses; the next that are away begin to come back."""
+        self._order.append(key)
+        expected = self._expected
+        if self._turn >= len(expected) or expected[self._turn] != key:
+            near = range(max(0, self._turn - LOOK), min(len(expected), self._turn + LOOK))
+            self._turn = next((turn for turn in near if expected[turn] == key and turn >= self._turn),
+                              next((turn for turn in near if expected[turn] == key), len(expected)))
+        self._turn += 1
+        coming = expected[self._turn : self._turn + LOOK]
+        self._make_room_for(ledger, 0, key, set(coming))
+        on_their_way = len([one for one in ledger.states.back if one.purpose == FOR_WEIGHTS])
+        for upcoming in coming:
+            absent = ledger.states.absent.get(upcoming)
+            if absent is None or absent not in ledger.states.away:
+                continue
+            if on_their_way >= AHEAD or not self._make_room_for(ledger, absent.nbytes, key, set(coming)):
+                return
+            ledger.states.start({upcoming})
+            on_their_way += 1
+
+    # ------------------------------------------------------------ leaving
+
+    def make_room(self, ledger, nbytes, keys):
+        """For an update of those with these keys. The update has its parameters in a list."""
+        if self.active:
+            with ledger.lock:
+                self._make_room_for(ledger, nbytes, None, keys, ours=1)
+
+    def _make_room_for(self, ledger, nbytes, sparing, coming=frozenset(), ours=0):
+        """The least recently used leave. False: some room is missing yet, and nobody else may."""
+        if ledger.states.holding or self.stay:
+            return False
+        for key in list(self._used):
+            if not ledger.is_short(nbytes):
+                return True
+            weight = self._known.get(key)
+            if key == sparing or key in coming or weight is None or weight() is None or ledger.states.moves(key):
+                continue
+            if weight.is_busy(ours):
+                continue
+            self._send(ledger, key, weight)
+        return not ledger.is_short(nbytes)
+
+    def _send(self, ledger, key, weight):
+        parameter = weight()
+        if not self._may_move(ledger, parameter):
+            del self._known[key], self._used[key]
+            return
+        address = storage_of(parameter)._cdata
+        if ledger.states.send(parameter, weight, FOR_WEIGHTS, keeps=True):
+            self._by_storage.pop(address, None)
+        del parameter
+        ledger.states.release(True)
+
+    # ------------------------------------------------------------ backward
+
+    def pack(self, tensor):
+        """What autograd is to have of a tensor that shows a weight; None: it shows none that moves."""
+        key = self._by_storage.get(storage_of(tensor)._cdata)
+        weight = self._known.get(key) if key is not None else None
+        return SavedWeight(weight, tensor) if weight is not None and weight() is not None else None
+
+    def unpack(self, saved):
+        parameter = saved.tensor
+        if saved.turn != saved.weight.turn:
+            return view_of(storage_of(saved.weight.before[saved.turn]), saved.like, saved.geometry)
+        self.use(parameter)
+        return view_of(storage_of(torch.Tensor.detach(parameter)), saved.like, saved.geometry)

@@ -1,0 +1,113 @@
+"""Functions of PyTorch and Python that the plugin stands in front of, each put back by undo()."""
+
+import inspect
+import threading
+
+import torch
+
+
+class Wrappers:
+    def __init__(self):
+        self._undo = []
+
+    def undo(self):
+        for put_back in reversed(self._undo):
+            put_back()
+        self._undo.clear()
+
+    def _replace(self, owner, name, make):
+        """`make` takes the original and gives what stands in its place. Nothing where there is no such name."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+        inherited = isinstance(owner, type) and name not in vars(owner)
+        setattr(owner, name, make(original))
+        self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, original))
+
+    def threads_begin_with(self, call):
+        """Default hooks belong to a thread: those that start from here on get them too."""
+
+        def make(original):
+            def bootstrap(thread):
+                call()
+                original(thread)
+
+            return bootstrap
+
+        self._replace(threading.Thread, "_bootstrap_inner", make)
+
+    def transforms_without(self, saved):
+        """torch.func refuses to work under hooks: ours are away while it does."""
+
+        def make(original):
+            class Away:
+                def __init__(self, message):
+                    self._context = original(message)
+
+                def __enter__(self):
+                    self._ours = saved.installed
+                    if self._ours:
+                        saved.remove()
+                    return self._context.__enter__()
+
+                def __exit__(self, *error):
+                    left = self._context.__exit__(*error)
+                    if self._ours:
+                        saved.install()
+                    return left
+
+            return Away
+
+        self._replace(torch.autograd.graph, "disable_saved_tensors_hooks", make)
+
+    def _call_first(self, owner, name, call):
+        def make(original):
+            def wrapper(*args, **kwargs):
+                call()
+                return original(*args, **kwargs)
+
+            wrapper.__doc__ = original.__doc__
+            return wrapper
+
+        self._replace(owner, name, make)
+
+    def before_compiling(self, call):
+        """A compiled module reads its weights where no module is asked for them."""
+        self._call_first(torch, "compile", call)
+
+    def before_capture(self, call):
+        """A captured graph reads weights where they were."""
+        graph = getattr(torch.cuda, "CUDAGraph", None)
+        if isinstance(graph, type):
+            self._call_first(graph, "capture_begin", call)
+
+    def after_apply(self, call):
+        """Module._apply: what `model.cuda()` and `model.half()` come to, for each module."""
+
+        def make(original):
+            def _apply(module, *args, **kwargs):
+                result = original(module, *args, **kwargs)
+                call(module)
+                return result
+
+            return _apply
+
+        self._replace(torch.nn.Module, "_apply", make)
+
+    def zeroing_without(self, drop):
+        """zero_grad(set_to_none=True) of optimizers and modules asks each gradient whether it is there."""
+
+        def make(original):
+            default = inspect.signature(original).parameters["set_to_none"].default
+
+            def zero_grad(owner, set_to_none=default):
+                if set_to_none:
+                    drop(owner.parameters() if isinstance(owner, torch.nn.Module)
+                         else [p for group in owner.param_groups for p in group["params"]])
+                return original(owner, set_to_none)
+
+            zero_grad.__doc__ = original.__doc__
+            return zero_grad
+
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._replace(owner, "zero_grad", make)
