@@ -82,6 +82,61 @@ class Cuda(unittest.TestCase):
                     del got
                 self.assertGreater(plugin.figures()["restored_bytes"], 0)
 
+    def test_pytorchs_own_figures_keep_their_sense(self):
+        with models.plugin("cuda", saved_budget=64 * MIB, ddr_budget=2 << 30):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            x = torch.ones(8 * MIB, device="cuda", requires_grad=True)  # 32 MiB
+            y = x * 1
+            for _ in range(16):
+                y = (y * 1.01).sin()
+            self.assertLess(torch.cuda.memory_allocated() - before, 8 * 32 * MIB, "most of it has left")
+            peak = torch.cuda.max_memory_allocated()
+            self.assertGreaterEqual(peak, torch.cuda.memory_allocated())
+            self.assertEqual(torch.cuda.memory_stats()["allocated_bytes.all.peak"], peak)
+            y.sum().backward()
+            del y
+            torch.cuda.synchronize()
+            reserved = torch.cuda.memory_reserved()
+            torch.cuda.empty_cache()
+            self.assertLess(torch.cuda.memory_reserved(), reserved)
+            torch.cuda.reset_peak_memory_stats()
+            self.assertEqual(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+
+    def test_a_model_larger_than_its_budget(self):
+        def run():
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(24)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            data = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(1)).cuda()
+            losses = []
+            for _ in range(4):
+                loss = model(data).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(float(loss).hex())
+            return losses
+
+        plain = run()
+        torch.cuda.empty_cache()
+        # 24 * 16 MiB of weights, four times that in all: two thirds, and less than weights and gradients alone.
+        for megabytes in (1024, 640):
+            with tempfile.NamedTemporaryFile("w", suffix=".toml") as policy:
+                policy.write(f'version = 1\n[hbm]\nbudget = "{megabytes}MiB"\nreserve = "0"\n[ddr]\nbudget = "8GiB"\n'
+                             '[optimizer]\ntier = "ddr"\n')
+                policy.flush()
+                os.environ["TERRACE_POLICY"] = policy.name
+                self.addCleanup(os.environ.pop, "TERRACE_POLICY", None)
+                torch.cuda.reset_peak_memory_stats()
+                with models.plugin("cuda", ddr_budget=0) as plugin:
+                    self.assertEqual(run(), plain, f"{megabytes} MiB")
+                    figures = plugin.figures()
+                self.assertGreater(figures["state_bytes"] + figures["gradient_bytes"], 0)
+                self.assertEqual(figures["failures"], {})
+                self.assertLessEqual(torch.cuda.max_memory_allocated(), megabytes * MIB)
+
     def test_a_graph_is_captured_and_replayed(self):
         with models.plugin("cuda", saved_budget=0) as plugin:
             x = torch.ones(MIB, device="cuda", requires_grad=True)

@@ -1,5 +1,6 @@
 """How the plugin gets into a process: by `terrace run` when torch is imported, beside the user's own start files."""
 
+import re
 import subprocess
 import unittest
 from pathlib import Path
@@ -32,8 +33,29 @@ class Startup(unittest.TestCase):
         run = self.place.run([PYTHON, str(EXAMPLE / "train.py")], policy=EXAMPLE / "policy.toml")
         self.assertEqual((plain.returncode, run.returncode), (0, 0), run.stderr)
         self.assertEqual(run.stdout, plain.stdout)
-        self.assertRegex(run.stderr, r"terrace: torch: 4 rounds .* optimizer state moved [0-9.]+ MiB")
-        self.assertRegex(run.stderr, r"terrace: torch: spilled [0-9.]+ MiB")
+        self.assertRegex(run.stderr, r"terrace: torch: 4 rounds of forward and backward, 4 updates; ")
+        self.assertRegex(run.stderr, r"moved, both ways: saved tensors [1-9][0-9.]+ MiB, optimizer state [1-9][0-9.]+ MiB, "
+                                     r"gradients 0 B, weights 0 B")
+        self.assertRegex(run.stderr, r"waited [0-9.]+ s, [0-9.]+% of the time of the steps: [0-9.]+ s for room, ")
+        self.assertRegex(run.stderr, r"with [1-9][0-9.]+ MiB more of HBM nothing would have had to leave")
+
+    def test_a_model_larger_than_its_budget_trains_and_the_report_says_where_the_time_went(self):
+        script = str(EXAMPLE / "larger_than_hbm.py")
+        text = (EXAMPLE / "larger_than_hbm.toml").read_text().replace('"64GiB"', '"{}MiB"\nreserve = "0"')
+        # Two thirds of 128 MiB of weights, gradients and state. Clipping looks at all gradients at once.
+        for megabytes, arguments in ((85, ["--clip", "1"]),):
+            plain = self.place.plain([PYTHON, script, *arguments])
+            policy = self.place.write("policy2.toml", text.format(megabytes))
+            run = self.place.run([PYTHON, script, *arguments], policy=policy)
+            self.assertEqual((plain.returncode, run.returncode), (0, 0), run.stderr)
+            self.assertIn("0.125 GiB", plain.stdout)
+            self.assertEqual(run.stdout, plain.stdout)
+            said = re.search(r"tensors held at most ([0-9.]+) MiB of ([0-9.]+) MiB of HBM", run.stderr)
+            self.assertIsNotNone(said, run.stderr)
+            self.assertLessEqual(float(said[1]), megabytes, run.stderr)
+            self.assertEqual(float(said[2]), megabytes)
+            self.assertRegex(run.stderr, r"optimizer state [1-9][0-9.]+ MiB, gradients ([1-9][0-9.]+ MiB|0 B), weights ")
+            self.assertRegex(run.stderr, r"% of the time of the steps: .* for optimizer state and gradients")
 
     def test_a_process_without_torch_is_left_alone(self):
         script = self.place.write("quiet.py", """

@@ -145,7 +145,7 @@ class DeviceBudget:
     def is_short(self, held, states, nbytes, working):
         self._since = self._read_every
         room = self.limit(held, states, True) - nbytes
-        return room < max(2 * working, int(self._lease.limit() * self.LEAST))
+        return room < max(working, int(self._lease.limit() * self.LEAST))
 
     def begin_round(self):
         self._peak_before = self._memory.peak()

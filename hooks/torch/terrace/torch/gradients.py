@@ -14,6 +14,9 @@ from .library import FOR_GRADIENT
 from .torch_versions import delete_gradient, gradient_of, set_gradient, storage_of
 
 
+COMING = 3  # gradients that are made before the first of those sent now has gone
+
+
 def _references(parameter):
     gradient = gradient_of(parameter)
     return sys.getrefcount(gradient)
@@ -48,6 +51,7 @@ class Gradients:
         self._device_type = device_type
         self._smallest = smallest
         self.always = False  # whatever room there is
+        self.make_room = lambda ledger, nbytes, keys: None  # weights may leave
         self._hooked = {}  # by id: (weak parameter, handle)
         self._accumulated = threading.local()  # weak, on this thread: may leave
         self._nobody_else = _calibrate()
@@ -114,6 +118,8 @@ class Gradients:
         key = id(gradient)
         with ledger.lock:
             if ledger.states.moves(key):
+                if key in ledger.states.absent:
+                    self.make_room(ledger, ledger.states.absent[key].nbytes, frozenset())
                 ledger.states.bring({key}, keep=False)
             ledger.states.written(key)
 
@@ -133,7 +139,7 @@ class Gradients:
         ledger = self._ledger_of(parameter.device)
         if ledger is not None and waiting:
             with ledger.lock:
-                coming = 2 * parameter.numel() * parameter.element_size()  # this one, and the next before it leaves
+                coming = COMING * parameter.numel() * parameter.element_size()
                 self._send(ledger, [p for p in (weak() for weak in waiting) if p is not None and p is not parameter], coming)
         waiting[:] = [weakref.ref(parameter)]
 

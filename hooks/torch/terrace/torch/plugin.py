@@ -48,12 +48,15 @@ class Plugin:
         self._lock = threading.Lock()
         self._off = False
         self._since = None
+        self._steps = 0
+        self._step_seconds = 0.0
         smallest = self._settings.smallest
         self.weights = Weights(self.ledger_of, device_type, smallest)
         self.saved = SavedTensors(self.ledger_of, device_type, smallest, self.weights)
         self.saved.on_round = self._begin_round
         self.gradients = Gradients(self.ledger_of, device_type, smallest)
         self.gradients.always = self._settings.gradients == "ddr"
+        self.gradients.make_room = self.weights.make_room
         self.states = OptimizerStates(self.ledger_of, self._ledgers, device_type, smallest)
         self.states.before_step = self._settle
         self.states.on_step = self._note_step
@@ -221,11 +224,14 @@ class Plugin:
             if not ledger.closed:
                 ledger.settle()
                 if self.states.tier_is_ddr:
+                    self.gradients.hook(Parameters.alive())
                     self.weights.at_rest(ledger, Parameters.all, make_room=False)
 
     def _note_step(self):
         now = time.monotonic()
         seconds, self._since = (now - self._since if self._since is not None else 0.0), now
+        self._steps += 1
+        self._step_seconds += seconds
         if self._off:
             return
         for ledger in self._ledgers.values():
@@ -247,8 +253,10 @@ class Plugin:
 
     def figures(self):
         total = dict.fromkeys(("rounds", "changes", "held", "held_peak", "revived_bytes", "spilled_bytes", "restored_bytes",
-                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "gradient_bytes", "weight_bytes", "hbm_peak_bytes", "given_way"), 0)
-        total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0, weights_stall_seconds=0.0)
+                               "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "gradient_bytes", "weight_bytes", "hbm_peak_bytes",
+                               "hbm_lease_bytes", "given_way"), 0)
+        total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0, weights_stall_seconds=0.0,
+                     steps=self._steps, step_seconds=self._step_seconds)
         total["passed"] = dict(self.saved.passed)
         total["failures"] = {}
         for ledger in self._ledgers.values():
@@ -269,6 +277,7 @@ class Plugin:
             total["gradient_bytes"] += ledger.states.moved[FOR_GRADIENT]
             total["weight_bytes"] += ledger.states.moved[FOR_WEIGHTS]
             total["hbm_peak_bytes"] += ledger.memory.peak()
+            total["hbm_lease_bytes"] += ledger.stash.lease().hbm_bytes
             for name, count in ledger.failures.items():
                 total["failures"][name] = total["failures"].get(name, 0) + count
         return total

@@ -58,6 +58,7 @@ class Ledger:
         self.held = 0  # bytes of entries in HBM
         self.held_peak = 0
         self._largest = 0  # entry
+        self._saved = self._most_saved = 0  # bytes in a round
         self.given_way = 0  # how often the daemon had asked
         self.revived = 0  # bytes that came back without a copy: somebody had kept them
         self.failures = collections.Counter()
@@ -87,7 +88,8 @@ class Ledger:
 
     def is_short(self, nbytes=0):
         """With so many bytes more, saved tensors would have hardly any room left beside everything else."""
-        return self.budget.is_short(self.held, self.states.held, nbytes, RECENT * self._largest)
+        working = min(2 * RECENT * self._largest, max(self._saved, self._most_saved))
+        return self.budget.is_short(self.held, self.states.held, nbytes, working)
 
     def stream(self):
         """The raw stream on which this thread works."""
@@ -112,6 +114,7 @@ class Ledger:
             self._begin_round()
         self._alive += 1
         entry.number = self.schedule.save(entry.nbytes)
+        self._saved += entry.nbytes
         self._entries[entry.number] = weakref.ref(entry)
         self._by_storage[entry.known] = self._entries[entry.number]
         self._hold(entry)
@@ -131,6 +134,7 @@ class Ledger:
         self._recent.clear()
         self.budget.begin_round()
         self.spills_in_round = 0
+        self._most_saved, self._saved = max(self._most_saved, self._saved), 0
         expected = self.schedule.expected
         self._victims = set()
         if expected is not None:
