@@ -46,9 +46,8 @@ class GradientOf:
 class Gradients:
     """Of the parameters of modules, where the optimizer's tier is DDR. `ledger_of` as elsewhere."""
 
-    def __init__(self, ledger_of, device_type, smallest):
+    def __init__(self, ledger_of, smallest):
         self._ledger_of = ledger_of
-        self._device_type = device_type
         self._smallest = smallest
         self.always = False  # whatever room there is
         self.make_room = lambda ledger, nbytes, keys: None  # weights may leave
@@ -82,16 +81,17 @@ class Gradients:
             handle.remove()
         self._hooked.clear()
 
-    def hook(self, parameters):
+    def hook(self, ledger, parameters):
         """Those whose gradients are worth moving, once each."""
         for parameter in parameters:
             known = self._hooked.get(id(parameter))
             if known is not None and known[0]() is parameter:
                 continue
             if (type(parameter) is not torch.nn.Parameter or not parameter.requires_grad
-                    or parameter.device.type != self._device_type or parameter.layout is not torch.strided
+                    or parameter.device != ledger.device or parameter.layout is not torch.strided
                     or parameter.numel() * parameter.element_size() < self._smallest):
                 continue
+            ledger.reserve = max(ledger.reserve, COMING * parameter.numel() * parameter.element_size())
             self._hooked[id(parameter)] = (weakref.ref(parameter), self._hook(parameter))
         if len(self._hooked) > 2 * len(parameters) + 64:
             self._hooked = {key: known for key, known in self._hooked.items() if known[0]() is not None}
@@ -139,7 +139,7 @@ class Gradients:
         ledger = self._ledger_of(parameter.device)
         if ledger is not None and waiting:
             with ledger.lock:
-                coming = COMING * parameter.numel() * parameter.element_size()
+                coming = max(ledger.reserve, COMING * parameter.numel() * parameter.element_size())
                 self._send(ledger, [p for p in (weak() for weak in waiting) if p is not None and p is not parameter], coming)
         waiting[:] = [weakref.ref(parameter)]
 

@@ -54,7 +54,7 @@ class Plugin:
         self.weights = Weights(self.ledger_of, device_type, smallest)
         self.saved = SavedTensors(self.ledger_of, device_type, smallest, self.weights)
         self.saved.on_round = self._begin_round
-        self.gradients = Gradients(self.ledger_of, device_type, smallest)
+        self.gradients = Gradients(self.ledger_of, smallest)
         self.gradients.always = self._settings.gradients == "ddr"
         self.gradients.make_room = self.weights.make_room
         self.states = OptimizerStates(self.ledger_of, self._ledgers, device_type, smallest)
@@ -205,7 +205,7 @@ class Plugin:
 
     def _begin_round(self, ledger):
         if self.states.tier_is_ddr:
-            self.gradients.hook(Parameters.alive())
+            self.gradients.hook(ledger, Parameters.alive())
             ledger.states.purge()
 
     # ------------------------------------------------------------ counting
@@ -224,7 +224,7 @@ class Plugin:
             if not ledger.closed:
                 ledger.settle()
                 if self.states.tier_is_ddr:
-                    self.gradients.hook(Parameters.alive())
+                    self.gradients.hook(ledger, Parameters.alive())
                     self.weights.at_rest(ledger, Parameters.all, make_room=False)
 
     def _note_step(self):

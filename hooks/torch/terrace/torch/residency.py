@@ -58,6 +58,7 @@ class Ledger:
         self.held = 0  # bytes of entries in HBM
         self.held_peak = 0
         self._largest = 0  # entry
+        self.reserve = 0  # bytes of gradients that come before the first of them can leave
         self._saved = self._most_saved = 0  # bytes in a round
         self.given_way = 0  # how often the daemon had asked
         self.revived = 0  # bytes that came back without a copy: somebody had kept them
@@ -369,7 +370,7 @@ class Ledger:
         """What backward reads next comes back as far as there is room; behind the last of it, optimizer state."""
         try:
             if self._bring_upcoming(stream):
-                self.states.prefetch(self.limit() - self.held)
+                self.states.prefetch(self.limit() - self.held - self.reserve)
         except RuntimeError:
             # Not needed yet: whoever needs it hears of the failure.
             self.failures["prefetch_failed"] += 1

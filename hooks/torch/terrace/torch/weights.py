@@ -56,7 +56,7 @@ class SavedWeight:
         self.turn = weight.turn
         self.like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.version = tensor._version
+        self.version = self._parameter._version  # a tensor that backward was given has a counter of its own
 
     def __del__(self):
         self.weight.saved -= 1
