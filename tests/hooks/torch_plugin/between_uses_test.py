@@ -347,7 +347,7 @@ class Weights(unittest.TestCase):
             holder.forward = forward
             return train(holder, adamw(holder))
 
-        self.check(run, 250)
+        self.check(run, 190)
 
     @unittest.skipUnless(hasattr(torch, "compile"), "this PyTorch does not compile")
     def test_compiled_modules_keep_theirs(self):
