@@ -70,6 +70,26 @@ class SavedTensors(unittest.TestCase):
             self.assertEqual(len({storage_of(v)._cdata for v in Square.got}), 1)
             Square.got = []
 
+    def test_parts_with_version_counters_of_their_own(self):
+        """As LSTM cells on the CPU do: parts of one storage, each changed in place before it is saved."""
+
+        def run():
+            x = tensor(requires_grad=True)
+            y = x * 2
+            for _ in range(2):
+                parts = torch.unsafe_chunk(y * 1.5, 4, 0)
+                parts = [part.sigmoid_() if index % 2 else part.tanh_() for index, part in enumerate(parts)]
+                y = torch.cat([parts[0] * parts[1], parts[2] * parts[3], parts[1], parts[2]])
+            y.sum().backward()
+            return [x.grad]
+
+        plain = run()
+        with models.plugin(saved_budget=0) as plugin:
+            self.assertTrue(models.same(run(), plain))
+            gc.collect()
+            self.assertGreater(plugin.figures()["restored_bytes"], 0)
+            self.assertEqual((plugin.figures()["entries"], plugin.figures()["held"]), (0, 0))
+
     def test_types_come_back_as_they_were(self):
         dtypes = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
         with models.plugin(saved_budget=0) as plugin:

@@ -26,15 +26,15 @@ class Entry:
     __slots__ = ("__weakref__", "arriving", "copy", "known", "ledger", "nbytes", "number", "shown", "storage", "stream",
                  "stuck", "version", "views", "weak")
 
-    def __init__(self, ledger, storage, version, stream):
+    def __init__(self, ledger, storage, version, counter, stream):
         self.ledger = ledger
         self.storage = storage  # None: in DDR alone
         self.nbytes = storage.nbytes()
         self.version = version
         self.stream = stream  # in whose order the storage may be let go
         self.weak = storage._weak_ref()  # the storage that was saved, so that its address names no other
-        self.known = storage._cdata  # under which the ledger finds this entry
-        self.shown = 0  # the same for the storage that it came back in
+        self.known = (storage._cdata, counter)  # under which the ledger finds this entry
+        self.shown = None  # the same for the storage that it came back in
         self.copy = 0  # in the stash
         self.arriving = False
         self.stuck = False  # could not leave: stays
@@ -103,14 +103,14 @@ class Ledger:
 
     # ------------------------------------------------------------ entries
 
-    def entry_for(self, storage, version, stream):
-        """The entry of a storage that is being saved, new or known."""
+    def entry_for(self, storage, version, counter, stream):
+        """The entry of a storage that is being saved, new or known. `counter` tells whose version it is."""
         self._settle()
-        known = self._by_storage.get(storage._cdata)
+        known = self._by_storage.get((storage._cdata, counter))
         entry = known() if known is not None else None
         if entry is not None and entry.version == version:
             return entry
-        entry = Entry(self, storage, version, stream)
+        entry = Entry(self, storage, version, counter, stream)
         if self._alive == 0:
             self._begin_round()
         self._alive += 1
@@ -224,7 +224,7 @@ class Ledger:
             # What may be saved again, or found with others, is from here on the storage that it came back in.
             self._by_storage.pop(entry.known, None)
             forget(entry.weak)
-            entry.weak, entry.known, entry.shown = entry.storage._weak_ref(), entry.shown, 0
+            entry.weak, entry.known, entry.shown = entry.storage._weak_ref(), entry.shown, None
         entry.storage = None
         self.held -= entry.nbytes
         self._ahead = min(self._ahead, self.schedule.place(entry.number))
@@ -303,8 +303,8 @@ class Ledger:
         entry.storage = storage
         for alias, geometry in entry.views:
             alias.data = view_of(storage, alias, geometry)
-        if entry.known != storage._cdata:
-            entry.shown = storage._cdata
+        if entry.known[0] != storage._cdata:
+            entry.shown = (storage._cdata, entry.known[1])
             self._by_storage[entry.shown] = weakref.ref(entry)
         self._hold(entry)
 

@@ -37,6 +37,13 @@ class Moved:
         self.size = size
 
 
+def counter_of(tensor, storage):
+    """Tensors of one storage have one version counter, but for parts that are no views of a whole (unsafe_chunk): those
+    are told by themselves."""
+    base = tensor._base if tensor._is_view() else tensor
+    return 0 if base.numel() * base.element_size() == storage.nbytes() else base._cdata
+
+
 def check_version(saved, size):
     tensor = saved.tensor
     if tensor._version != saved.version:
@@ -124,7 +131,7 @@ class SavedTensors:
             if storage._cdata in ledger.fixed:
                 return Kept(tensor)
             stream = ledger.stream()
-            entry = ledger.entry_for(storage, version, stream)
+            entry = ledger.entry_for(storage, version, counter_of(tensor, storage), stream)
             ledger.tie(alias, entry.stream, stream)
             ledger.show(entry, alias, geometry)
             ledger.enforce()
