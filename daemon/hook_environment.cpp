@@ -65,13 +65,20 @@ Result<std::string> with_async_backend(std::string_view variable, std::string_vi
 Result<Environment> hook_environment(const Policy& policy, GuestAllocator allocator) {
   Environment environment = {{"TERRACE_HBM_BUDGET", text_of(policy.hbm.budget)},
                              {"TERRACE_HBM_RESERVE", text_of(policy.hbm.reserve)}};
-  if (policy.hook.report == MemoryReport::kExtended) {
+  const bool extended = policy.hook.report == MemoryReport::kExtended;
+  const bool spills = policy.hook.spill != SpillWord::kOff && policy.swapcore.mode != SwapMode::kOff;
+  if (extended || spills) {
     const auto limits = memory_limits();
-    if (!limits) return limits.error();
-    const Bytes ddr = policy.ddr.budget.resolve(limits->usable, limits->usable / 2);
-    environment.emplace_back("TERRACE_HOOK_REPORT", "extended");
-    environment.emplace_back("TERRACE_DDR_BUDGET", std::to_string(ddr.count()) + "B");
+    if (!limits && extended) return limits.error();
+    if (limits) {
+      const Bytes ddr = policy.ddr.budget.resolve(limits->usable, limits->usable / 2);
+      environment.emplace_back("TERRACE_DDR_BUDGET", std::to_string(ddr.count()) + "B");
+    }
   }
+  if (extended) environment.emplace_back("TERRACE_HOOK_REPORT", "extended");
+  if (!spills) environment.emplace_back("TERRACE_HOOK_SPILL", "off");
+  if (spills && policy.hook.spill == SpillWord::kAlways)
+    environment.emplace_back("TERRACE_HOOK_SPILL", "always");
   if (allocator == GuestAllocator::kNative) return environment;
   environment.emplace_back("TERRACE_ALLOCATOR", "terrace");
   // The second name is the older: a PyTorch that knows the first does not look at it.

@@ -134,6 +134,11 @@ std::string text_of(const JobRule& job) {
   return text;
 }
 
+const char* text_of(SpillWord spill) {
+  if (spill == SpillWord::kOff) return "never";
+  return spill == SpillWord::kAlways ? "in every program" : "in programs without PyTorch";
+}
+
 }  // namespace
 
 std::string policy_summary(const Policy& policy) {
@@ -164,9 +169,11 @@ std::string policy_summary(const Policy& policy) {
                            std::to_string(policy.experts.prefetch) + ", " + text_of(policy.experts.load));
   line("optimizer   ", std::string("state in ") + text_of(policy.optimizer.tier) +
                            ", gradients of experts in " + text_of(policy.optimizer.gradients));
-  line("hook        ", std::string("cudaMemGetInfo says ") + (policy.hook.report == MemoryReport::kExtended
-                                                                  ? "HBM and the ddr budget"
-                                                                  : "what is left of the HBM budget"));
+  line("hook        ",
+       std::string("cudaMemGetInfo says ") +
+           (policy.hook.report == MemoryReport::kExtended ? "HBM and the ddr budget"
+                                                          : "what is left of the HBM budget") +
+           "; large blocks leave HBM " + text_of(policy.hook.spill));
   line("metrics     ", "http://" + policy.metrics.listen + "/metrics");
   line("daemon      ", text_of(policy.daemon));
   for (const JobRule& job : policy.daemon.jobs) line("job         ", text_of(job));

@@ -153,6 +153,20 @@ const char* name_of(FetchOutcome outcome) {
   return "?";
 }
 
+const char* name_of(FixedReason reason) {
+  switch (reason) {
+    case FixedReason::kCaptured:
+      return "captured";
+    case FixedReason::kExported:
+      return "exported";
+    case FixedReason::kRegistered:
+      return "registered";
+    case FixedReason::kPeer:
+      return "peer";
+  }
+  return "?";
+}
+
 const char* name_of(StallReason reason) {
   switch (reason) {
     case StallReason::kRestoreLate:

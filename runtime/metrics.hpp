@@ -73,6 +73,8 @@ enum class StreamedOutcome : std::uint8_t { kFound = 0, kLoaded };
 enum class RingSlotState : std::uint8_t { kFree = 0, kHeld };
 // What a background copy is held back for while the link could carry it.
 enum class LinkHold : std::uint8_t { kLease = 0, kCollective };
+// Who else has seen a block's memory, so that it stays where it is.
+enum class FixedReason : std::uint8_t { kCaptured = 0, kExported, kRegistered, kPeer };
 [[nodiscard]] const char* name_of(FallbackReason reason);  // "step_cancelled", "layer_order", ...
 [[nodiscard]] const char* name_of(MetricKind kind);        // "matmul", "gmm", "attention", "scan"
 [[nodiscard]] const char* name_of(FetchOutcome outcome);   // "hit", "miss", "late"
@@ -85,6 +87,7 @@ enum class LinkHold : std::uint8_t { kLease = 0, kCollective };
 [[nodiscard]] const char* name_of(StreamedOutcome found);  // "found", "loaded"
 [[nodiscard]] const char* name_of(RingSlotState state);    // "free", "held"
 [[nodiscard]] const char* name_of(LinkHold hold);          // "lease", "collective"
+[[nodiscard]] const char* name_of(FixedReason reason);     // "captured", "exported", ...
 
 namespace detail {
 inline constexpr int kFaultPointCount = 0
@@ -118,6 +121,7 @@ TERRACE_LABEL(Estimate, "estimate", 2)
 TERRACE_LABEL(StreamedOutcome, "outcome", 2)
 TERRACE_LABEL(RingSlotState, "state", 2)
 TERRACE_LABEL(LinkHold, "reason", 2)
+TERRACE_LABEL(FixedReason, "reason", 4)
 TERRACE_LABEL(FaultPoint, "point", detail::kFaultPointCount)
 #undef TERRACE_LABEL
 

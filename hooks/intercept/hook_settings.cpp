@@ -38,6 +38,18 @@ void read_word(const char* name, std::string_view first, std::string_view second
   }
 }
 
+void read_spill(SpillWord& spill) {
+  const std::string_view text = environment("TERRACE_HOOK_SPILL");
+  if (text == "always") {
+    spill = SpillWord::kAlways;
+  } else if (text == "off") {
+    spill = SpillWord::kOff;
+  } else if (!text.empty() && text != "auto") {
+    say_once(Notice::kBadSetting, "TERRACE_HOOK_SPILL: \"" + std::string(text.substr(0, 40)) +
+                                      "\" is not \"auto\", \"always\" or \"off\"");
+  }
+}
+
 HookSettings read_settings() {
   HookSettings settings;
   read_amount("TERRACE_HBM_BUDGET", settings.hbm_budget);
@@ -47,6 +59,7 @@ HookSettings read_settings() {
   settings.ddr_budget = ddr.resolve(0_B, 0_B);
   read_word("TERRACE_HOOK_REPORT", "physical", "extended", settings.report);
   read_word("TERRACE_ALLOCATOR", "native", "terrace", settings.allocator);
+  read_spill(settings.spill);
   return settings;
 }
 

@@ -1,7 +1,9 @@
 // What `terrace run` tells the hook through the environment. Read once, when the first allocation is seen.
 //
 //   TERRACE_HBM_BUDGET, TERRACE_HBM_RESERVE   as hbm.budget and hbm.reserve of the policy: "90%", "24GiB"
-//   TERRACE_DDR_BUDGET                        bytes that may be pinned, what hook.report = "extended" adds
+//   TERRACE_DDR_BUDGET                        bytes that may be pinned for blocks that leave HBM, and what
+//                                             hook.report = "extended" adds; without it nothing leaves
+//   TERRACE_HOOK_SPILL                        hook.spill: auto, always, off
 //   TERRACE_HOOK_REPORT                       hook.report: physical, extended
 //   TERRACE_ALLOCATOR                         native, terrace
 #pragma once
@@ -17,6 +19,7 @@ struct HookSettings {
   Amount hbm_reserve = Policy{}.hbm.reserve;
   Bytes ddr_budget;
   MemoryReport report = MemoryReport::kPhysical;
+  SpillWord spill = SpillWord::kAuto;
   AllocatorMode allocator = AllocatorMode::kNative;
 };
 

@@ -65,6 +65,12 @@ void* find_real_function(const char* library, const char* symbol) noexcept {
   return function;
 }
 
+bool is_loaded(const char* library) noexcept {
+  Search search{library, {}, false};
+  dl_iterate_phdr(note_library, &search);
+  return search.found;
+}
+
 bool is_in_library(const void* function, const char* library) noexcept {
   Dl_info info{};
   return dladdr(function, &info) != 0 && info.dli_fname != nullptr &&

@@ -15,6 +15,9 @@ namespace terrace::hooks {
 // Whether `function` lies in a loaded library whose file name begins with `library`.
 [[nodiscard]] bool is_in_library(const void* function, const char* library) noexcept;
 
+// Whether such a library is loaded.
+[[nodiscard]] bool is_loaded(const char* library) noexcept;
+
 // Keeps the library that holds `function` loaded until the process ends.
 void keep_loaded(const void* function) noexcept;
 

@@ -7,10 +7,12 @@
 namespace terrace::hooks {
 
 enum class Notice : std::uint8_t {
-  kRefused,    // an allocation met the budget
-  kPoolLost,   // the pool serves no new allocations
-  kNoBudget,   // the policy leaves nothing of a device
-  kBadSetting  // a variable of the environment
+  kRefused,     // an allocation met the budget
+  kPoolLost,    // the pool serves no new allocations
+  kNoBudget,    // the policy leaves nothing of a device
+  kBadSetting,  // a variable of the environment
+  kNoSpill,     // blocks of stable addresses cannot leave HBM
+  kDdrFull      // nor, for now, can they: DDR is full
 };
 
 // Writes "terrace: LINE" where the kind has not been said. Never throws; errno is kept.

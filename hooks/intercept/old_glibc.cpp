@@ -44,6 +44,7 @@ FIRST(int, pthread_rwlock_wrlock, "GLIBC_2.2.5", (pthread_rwlock_t * lock), (loc
 FIRST(int, pthread_rwlock_unlock, "GLIBC_2.2.5", (pthread_rwlock_t * lock), (lock))
 FIRST(int, pthread_sigmask, "GLIBC_2.2.5", (int how, const sigset_t* set, sigset_t* before),
       (how, set, before))
+FIRST(int, pthread_setname_np, "GLIBC_2.12", (pthread_t thread, const char* name), (thread, name))
 FIRST(void*, dlopen, "GLIBC_2.2.5", (const char* file, int mode), (file, mode))
 FIRST(char*, dlerror, "GLIBC_2.2.5", (), ())
 FIRST(int, dladdr, "GLIBC_2.2.5", (const void* address, Dl_info* info), (address, info))

@@ -24,16 +24,24 @@ constexpr std::uint64_t kStepShare = 64;
 
 Wall& wall() noexcept { return the_wall; }
 
+// True.
+bool Wall::note_peak(Account& account, std::uint64_t now) noexcept {
+  std::uint64_t peak = account.peak.load(std::memory_order_relaxed);
+  while (now > peak && !account.peak.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+  return true;
+}
+
 bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
   if (device < 0 || device >= kMostDevices) return true;
   Account& account = accounts_[static_cast<std::size_t>(device)];
   const std::uint64_t now = account.charged.fetch_add(bytes.count()) + bytes.count();
-  if (now <= account.limit.load()) return true;
+  if (now <= account.limit.load()) return note_peak(account, now);
   account.charged.fetch_sub(bytes.count());
   const ErrnoKept kept;
   try {
     if (grow(account, device, bytes)) return true;
-    if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device) > 0_B &&
+    if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device, bytes) > 0_B &&
         grow(account, device, bytes))
       return true;
     // A pool that meets the wall passes the call on: what the guest is refused is counted there.
@@ -69,7 +77,7 @@ bool Wall::grow(Account& account, int device, Bytes bytes) {
     publish(account);
   }
   const std::uint64_t now = account.charged.fetch_add(bytes.count()) + bytes.count();
-  if (absurd || now <= account.limit.load()) return true;
+  if (absurd || now <= account.limit.load()) return note_peak(account, now);
   account.charged.fetch_sub(bytes.count());
   return false;
 }
@@ -236,6 +244,32 @@ void Wall::set_limit(int device, Bytes limit) noexcept {
     metrics().set<Metric::kBudgetBytes>(TierId::kHbm, 0_B);  // his page shows it
   } catch (...) {                                            // the wall stays where it is
   }
+}
+
+Bytes Wall::charged_peak(int device) const noexcept {
+  return device < 0 || device >= kMostDevices
+             ? 0_B
+             : Bytes(accounts_[static_cast<std::size_t>(device)].peak.load());
+}
+
+Bytes Wall::budget(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return {};
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(account.mutex);
+  return account.lease == nullptr ? 0_B : account.lease->budget;
+}
+
+Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
+  if (device < 0 || device >= kMostDevices) return {};
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const ErrnoKept kept;
+  const std::lock_guard lock(account.mutex);
+  if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
+  if (account.unknown || account.lease->link == nullptr) return wanted;
+  const auto granted = account.lease->link->request(TierId::kDdr, wanted);
+  return granted ? *granted : wanted;
+} catch (...) {
+  return {};
 }
 
 bool Wall::switched_off(int device) const noexcept {

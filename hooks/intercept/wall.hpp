@@ -33,7 +33,8 @@ struct DeviceFacts {
 // The vendor's side of the wall. Both may be called from any thread that allocates.
 struct DeviceSource {
   std::optional<DeviceFacts> (*facts)(int device) noexcept = nullptr;
-  Bytes (*reclaim)(int device) noexcept = nullptr;  // gives back what is held and unused
+  // Gives back what is held and unused, and of what can leave the device as much as makes room for `wanted`.
+  Bytes (*reclaim)(int device, Bytes wanted) noexcept = nullptr;
 };
 
 class Wall {
@@ -55,6 +56,10 @@ class Wall {
   // What is left of the budget, whatever is leased of it yet; nothing where no account is open.
   [[nodiscard]] std::optional<Bytes> room(int device) noexcept;
   [[nodiscard]] Bytes charged(int device) const noexcept;
+  [[nodiscard]] Bytes charged_peak(int device) const noexcept;
+  [[nodiscard]] Bytes budget(int device) noexcept;  // zero: no account is open
+  // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
+  [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
   // `terrace off` has reached this process: nothing is refused any more. Wait-free.
   [[nodiscard]] bool switched_off(int device) const noexcept;
 
@@ -81,12 +86,14 @@ class Wall {
   };
   struct Account {
     std::atomic<std::uint64_t> charged{0};
+    std::atomic<std::uint64_t> peak{0};            // of charged
     std::atomic<std::uint64_t> limit{0};           // what the lease leaves for charges
     std::mutex mutex;                              // the next two
     Lease* lease = nullptr;                        // never destroyed: calls come while static objects go
     std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
     bool unknown = false;                          // nobody can tell about this device: its bytes pass
   };
+  static bool note_peak(Account& account, std::uint64_t now) noexcept;
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
   [[nodiscard]] bool open(Account& account, int device);
   void join_daemon(Account& account, Lease& lease);

@@ -31,6 +31,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"optimizer", "tier", "\"hbm\""},
     {"optimizer", "gradients", "\"hbm\""},
     {"hook", "report", "\"physical\""},
+    {"hook", "spill", "\"auto\""},
     {"metrics", "listen", "\"127.0.0.1:9464\""},
     {"metrics", "tls_cert", "\"\""},
     {"metrics", "tls_key", "\"\""},

@@ -43,6 +43,7 @@ enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
 enum class SpillFormat : std::uint8_t { kExact, kFp8 };
 enum class StateTier : std::uint8_t { kHbm, kDdr };
 enum class MemoryReport : std::uint8_t { kPhysical, kExtended };
+enum class SpillWord : std::uint8_t { kAuto, kAlways, kOff };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
 
 // In a file, from 1.
@@ -111,6 +112,7 @@ struct Policy {
   } optimizer;
   struct Hook {
     MemoryReport report = MemoryReport::kPhysical;  // what cudaMemGetInfo says under `terrace run`
+    SpillWord spill = SpillWord::kAuto;             // whose blocks leave HBM under their pointers
   } hook;
   struct Metrics {
     std::string listen = "127.0.0.1:9464";

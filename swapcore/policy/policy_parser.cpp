@@ -33,6 +33,8 @@ constexpr Word<Contingency> kContingencies[] = {
 constexpr Word<StateTier> kStateTiers[] = {{"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
 constexpr Word<MemoryReport> kMemoryReports[] = {{"physical", MemoryReport::kPhysical},
                                                  {"extended", MemoryReport::kExtended}};
+constexpr Word<SpillWord> kSpillWords[] = {
+    {"auto", SpillWord::kAuto}, {"always", SpillWord::kAlways}, {"off", SpillWord::kOff}};
 constexpr std::int64_t kPrefetchMost = 16;  // layers
 constexpr Word<ExpertLoad> kExpertLoads[] = {
     {"layer", ExpertLoad::kLayer}, {"router", ExpertLoad::kRouter}, {"auto", ExpertLoad::kAuto}};
@@ -102,6 +104,7 @@ class PolicyParser {
     with_section("optimizer", [&](const SectionReader& r) { read_optimizer(r); });
     with_section("hook", [&](const SectionReader& r) {
       policy_.hook.report = r.word<MemoryReport>("report", policy_.hook.report, kMemoryReports).value;
+      policy_.hook.spill = r.word<SpillWord>("spill", policy_.hook.spill, kSpillWords).value;
     });
     with_section("metrics", [&](const SectionReader& r) { read_metrics(r); });
     with_section("daemon", [&](const SectionReader& r) { read_daemon(r); });

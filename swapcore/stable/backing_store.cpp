@@ -64,6 +64,19 @@ std::vector<HbmHandle> BackingStore::give_up(Bytes enough) {
   return handles;
 }
 
+Result<Physical> BackingStore::create_hbm(Bytes size) {
+  Result<Physical> created = device_.create_physical(size);
+  if (created.ok() || created.error().code != Errc::kOutOfMemory) return created;
+  std::vector<HbmHandle> given_up;
+  {
+    const std::lock_guard lock(mutex_);
+    given_up = give_up(size);
+  }
+  if (given_up.empty()) return created;
+  for (const HbmHandle& old : given_up) destroy(old);
+  return device_.create_physical(size);
+}
+
 Result<HbmHandle> BackingStore::take_hbm(Bytes size, Alias alias) {
   HbmHandle handle{.physical = {}, .size = size};
   std::vector<HbmHandle> given_up;
@@ -89,11 +102,14 @@ Result<HbmHandle> BackingStore::take_hbm(Bytes size, Alias alias) {
   }
   for (const HbmHandle& old : given_up) destroy(old);
   if (handle.physical == Physical{}) {
-    const Result<Physical> created = device_.create_physical(size);
+    const Result<Physical> created = create_hbm(size);
     if (!created.ok()) {
       const std::lock_guard lock(mutex_);
       hbm_held_ -= size;
-      return created.error();
+      if (created.error().code != Errc::kOutOfMemory) return created.error();
+      // Blocks in use may leave, and then there is room.
+      hbm_budget_ = std::min(hbm_budget_, hbm_held_);
+      return out_of_budget(size, Pool::kScratch, created.error().text);
     }
     handle.physical = *created;
     const std::lock_guard lock(mutex_);

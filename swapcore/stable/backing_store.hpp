@@ -30,8 +30,8 @@ class BackingStore {
   BackingStore& operator=(const BackingStore&) = delete;
 
   enum class Alias : std::uint8_t { kNone, kMapped };
-  // Handles kept for other sizes are given up first. Errors: kOutOfBudget (bytes: those lacking),
-  // kOutOfMemory.
+  // Handles kept for other sizes are given up first. A device that has less than the budget says lowers the
+  // budget to what is held. Errors: kOutOfBudget (bytes: those lacking), and what the device says.
   [[nodiscard]] Result<HbmHandle> take_hbm(Bytes size, Alias alias);
   void give_back(const HbmHandle& handle);
   // Always with an alias. Errors: those of HostHandlePool::take(), kept handles having been given up.
@@ -50,6 +50,7 @@ class BackingStore {
   [[nodiscard]] std::vector<HbmHandle> give_up(Bytes enough);  // mutex_ held
   void destroy(const HbmHandle& handle);
   void destroy(const HostBacking& backing);
+  [[nodiscard]] Result<Physical> create_hbm(Bytes size);
   [[nodiscard]] Result<HostBacking> new_host(Bytes size);
 
   Device& device_;

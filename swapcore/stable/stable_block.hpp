@@ -44,6 +44,7 @@ struct StableBlock {
   HostBacking host{};  // where place is kDdr
   Place wanted = Place::kHbm;
   std::uint32_t pins = 0;
+  bool held = false;    // stays where it is
   bool queued = false;  // an order waits
   bool moving = false;
   bool freed = false;

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include <pthread.h>
+
+#include "runtime/thread_signals.hpp"
 #include "swapcore/stable/stable_space.hpp"
 
 namespace terrace {
@@ -13,16 +16,22 @@ constexpr int kTries = 4;  // of what must not fail
 }
 
 void StableSpace::serve(const std::stop_token& stop) {
+  pthread_setname_np(pthread_self(), "terrace-mover");
+  leave_signals_to_others();
+  (void)device_.bind_thread();
   Batch current;
   for (;;) {
     Batch next;
     {
       std::unique_lock lock(mutex_);
       if (current.empty()) {
-        refuse_the_rest();
+        busy_ = false;
+        if (!paused()) refuse_the_rest();
+        changed_.notify_all();
         (void)changed_.wait(lock, stop, [this] { return has_work(); });
       }
       next = next_batch();
+      busy_ = !current.empty() || !next.empty();
       if (current.empty() && next.empty() && stop.stop_requested()) return;
     }
     if (!next.empty()) start(next);
@@ -44,7 +53,7 @@ bool StableSpace::can_move(const StableBlock& block, Bytes room) const {
 // Whoever waits for everything goes first: once the gate before all blocks is open nothing is started until
 // they are in.
 bool StableSpace::has_work() const {
-  return everything_waits_.load(std::memory_order_acquire) == 0 && !orders_.empty();
+  return !paused() && everything_waits_.load(std::memory_order_acquire) == 0 && !orders_.empty();
 }
 
 // Nothing moves or can, so nothing makes room for what still waits for it.
@@ -66,7 +75,7 @@ void StableSpace::refuse_the_rest() {
 
 StableSpace::Batch StableSpace::next_batch() {
   Batch batch;
-  if (everything_waits_.load(std::memory_order_acquire) > 0) return batch;
+  if (paused() || everything_waits_.load(std::memory_order_acquire) > 0) return batch;
   Bytes room = backing_->hbm_room(), bytes;
   for (auto order = orders_.begin(); order != orders_.end() && bytes < batch_;) {
     StableBlock& block = **order;
@@ -221,6 +230,8 @@ void StableSpace::settle(Move& move, const Status& moved) {
     // What held the bytes until now is free for others; handles change sides.
     std::swap(block.hbm, move.hbm);
     std::swap(block.host, move.host);
+    const std::lock_guard lock(mutex_);
+    note_place(block, block.place.load(std::memory_order_relaxed), move.to);
     block.place.store(move.to, std::memory_order_relaxed);
   } else {
     block.users.fetch_or(move.users, std::memory_order_relaxed);
@@ -242,6 +253,18 @@ void StableSpace::settle(Move& move, const Status& moved) {
     counters_.spilled += block.size;
   }
   changed_.notify_all();
+}
+
+void StableSpace::note_place(const StableBlock& block, Place from, Place to) {
+  if (from == to) return;
+  if (to == Place::kDdr) {
+    counters_.in_ddr += block.size;
+    counters_.in_ddr_peak = std::max(counters_.in_ddr_peak, counters_.in_ddr);
+    spilled_.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    counters_.in_ddr -= block.size;
+    spilled_.fetch_sub(1, std::memory_order_relaxed);
+  }
 }
 
 // Its users have ended: the gate stays shut until the block is another. Where the streams cannot be asked it
@@ -266,6 +289,7 @@ void StableSpace::bury(Move& move, const Status& quiet) {
     give_back_addresses(block.at, block.size);
   }
   const std::lock_guard lock(mutex_);
+  if (!in_hbm) note_place(block, Place::kDdr, Place::kHbm);
   block.moving = false;
   idle_.push_back(&block);
   ++buried_;

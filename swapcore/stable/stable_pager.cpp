@@ -2,6 +2,10 @@
 
 #include <algorithm>
 
+#include <pthread.h>
+
+#include "runtime/thread_signals.hpp"
+
 namespace terrace {
 namespace {
 constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
@@ -17,12 +21,14 @@ StablePager::~StablePager() {
 }
 
 void StablePager::serve(const std::stop_token& stop) {
+  pthread_setname_np(pthread_self(), "terrace-pager");
+  leave_signals_to_others();
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
     fresh_.clear();
     read_ = space_.uses().read(read_, fresh_);
     for (const std::uint32_t block : fresh_) schedule_.use(block);
-    if (!fresh_.empty()) order_ahead();
+    if (!fresh_.empty() && space_.any_in_ddr() && !space_.paused()) order_ahead();
     const auto pause = fresh_.empty() ? std::chrono::microseconds(kIdle) : options_.look_every;
     (void)stopped_.wait_for(lock, stop, pause, [] { return false; });
   }
@@ -59,14 +65,14 @@ void StablePager::order_ahead() {
 }
 
 // Orders others to DDR until `size` is free, and waits for that. What moves already is waited for first.
-Status StablePager::make_room_for(Bytes size) {
+Status StablePager::make_room(Bytes size) {
   for (;;) {
     std::vector<Address> out;
     {
       const std::lock_guard lock(mutex_);
       const Pages now = pages();
       if (now.room >= size) return {};
-      out = make_room(now.blocks, now.room, size, {});
+      out = terrace::make_room(now.blocks, now.room, size, {});
       if (out.empty()) out = now.leaving;
       if (out.empty()) {
         return out_of_budget(size, Pool::kScratch,
@@ -85,7 +91,7 @@ Result<Address> StablePager::allocate(Bytes size) {
   for (;;) {
     Result<Address> at = space_.allocate(size);
     if (at.ok() || at.error().code != Errc::kOutOfBudget) return at;
-    if (Status room = make_room_for(at.error().bytes + space_.hbm_room()); !room.ok()) return room.error();
+    if (Status room = make_room(at.error().bytes + space_.hbm_room()); !room.ok()) return room.error();
   }
 }
 
@@ -104,7 +110,7 @@ bool StablePager::order_back(const StableSpace::View& view, std::span<const Addr
   const std::lock_guard lock(mutex_);
   const Pages now = pages();
   if (now.room < view.size && !view.awaits_room) {
-    const std::vector<Address> out = make_room(now.blocks, now.room, view.size, spared);
+    const std::vector<Address> out = terrace::make_room(now.blocks, now.room, view.size, spared);
     if (out.empty() && now.leaving.empty()) return false;
     for (const Address at : out) (void)space_.order(at, Place::kDdr);
   }
@@ -133,7 +139,7 @@ bool StablePager::bring_back(std::span<const void* const> pointers) {
 
 void StablePager::begin(StableSpace::Uses& uses, std::span<const void* const> pointers, StreamSlot slot) {
   for (int tries = 0; !uses.begin_in_hbm(pointers, slot); ++tries) {
-    if (tries < kTries && bring_back(pointers)) continue;
+    if (tries < kTries && !space_.paused() && bring_back(pointers)) continue;
     uses.begin(pointers, slot);  // over the link
     return;
   }

@@ -37,6 +37,8 @@ class StablePager {
   // nothing that could leave is left or DDR is full as well.
   [[nodiscard]] Result<Address> allocate(Bytes size);
   [[nodiscard]] Status free(Address at);
+  // Others go to DDR until so much of the budget is free. Errors: as of allocate(), kCancelled while paused.
+  [[nodiscard]] Status make_room(Bytes size);
   // As StableSpace::Uses::begin(), with the blocks brought back.
   void begin(StableSpace::Uses& uses, std::span<const void* const> pointers, StreamSlot slot);
 
@@ -58,7 +60,6 @@ class StablePager {
     std::vector<Address> leaving;  // whose room is about to be
   };
   [[nodiscard]] Pages pages() const;  // mutex_ held
-  [[nodiscard]] Status make_room_for(Bytes size);
   [[nodiscard]] bool bring_back(std::span<const void* const> pointers);
   [[nodiscard]] bool order_back(const StableSpace::View& view, std::span<const Address> spared);
 

@@ -1,5 +1,6 @@
 #include "swapcore/stable/stable_space.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "runtime/clock.hpp"
@@ -99,8 +100,9 @@ Result<Address> StableSpace::allocate(Bytes size) {
     // What has been freed is about to give its memory back.
     std::unique_lock lock(mutex_);
     const std::uint64_t before = buried_;
-    if (freed_ == before) return hbm.error();
-    changed_.wait(lock, [&] { return buried_ != before; });
+    if (freed_ == before || paused()) return hbm.error();
+    changed_.wait(lock, [&] { return buried_ != before || paused(); });
+    if (buried_ == before) return hbm.error();
     lock.unlock();
     hbm = backing_->take_hbm(size, BackingStore::Alias::kNone);
   }
@@ -127,8 +129,10 @@ Result<Address> StableSpace::allocate(Bytes size) {
   block.number.store(++made_, std::memory_order_relaxed);
   block.wanted = Place::kHbm;
   block.pins = block.burials = 0;
-  block.queued = block.moving = block.freed = false;
+  block.queued = block.moving = block.freed = block.held = false;
   block.last_move = {};
+  counters_.live += size;
+  counters_.live_peak = std::max(counters_.live_peak, counters_.live);
   blocks_.emplace(*at, &block);
   table_->set(*at, size, &block);
   block.gate.open();
@@ -154,6 +158,7 @@ Status StableSpace::free(Address at) {
   blocks_.erase(at);
   table_->set(at, block->size, nullptr);
   block->freed = true;
+  counters_.live -= block->size;
   ++freed_;
   enqueue(*block);
   changed_.notify_all();
@@ -164,9 +169,9 @@ Status StableSpace::order(Address at, Place place) {
   const std::lock_guard lock(mutex_);
   StableBlock* const block = block_at(at);
   if (block == nullptr) return no_block(at);
-  if (block->pins > 0 && place != Place::kHbm) {
+  if ((block->pins > 0 && place != Place::kHbm) || block->held) {
     return Error{.code = Errc::kInvalidArgument,
-                 .text = "a pinned block stays in HBM; unpin it before it is ordered elsewhere"};
+                 .text = "a pinned block stays in HBM, and one that is held where it is; unpin it first"};
   }
   block->wanted = place;
   enqueue(*block);
@@ -178,9 +183,12 @@ Status StableSpace::await(Address at) {
   StableBlock* block = block_at(at);
   changed_.wait(lock, [&] {
     block = block_at(at);
-    return block == nullptr || (!block->queued && !block->moving);
+    return block == nullptr || (!block->moving && (!block->queued || paused()));
   });
-  return block == nullptr ? Status(no_block(at)) : block->last_move;
+  if (block == nullptr) return no_block(at);
+  if (block->queued)
+    return Error{.code = Errc::kCancelled, .text = "nothing moves while the space is paused"};
+  return block->last_move;
 }
 
 Status StableSpace::pin(Address at) {
@@ -209,13 +217,38 @@ Status StableSpace::unpin(Address at) {
   return {};
 }
 
+Status StableSpace::hold(Address at) {
+  const std::lock_guard lock(mutex_);
+  StableBlock* const block = block_at(at);
+  if (block == nullptr) return no_block(at);
+  if (block->held) return {};
+  if (block->moving)
+    return Error{.code = Errc::kInvalidArgument, .text = "a block that moves cannot be held"};
+  block->held = true;
+  block->wanted = block->place.load(std::memory_order_relaxed);
+  return {};
+}
+
+bool StableSpace::pause(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  pauses_.fetch_add(1, std::memory_order_acq_rel);
+  changed_.notify_all();
+  return changed_.wait_for(lock, patience, [this] { return !busy_; });
+}
+
+void StableSpace::resume() {
+  const std::lock_guard lock(mutex_);
+  pauses_.fetch_sub(1, std::memory_order_acq_rel);
+  changed_.notify_all();
+}
+
 StableSpace::View StableSpace::view_of(const StableBlock& block) {
   return {.at = block.at,
           .number = block.number.load(std::memory_order_relaxed),
           .size = block.size,
           .place = block.place.load(std::memory_order_relaxed),
           .last_use = block.last_use.load(std::memory_order_relaxed),
-          .pinned = block.pins > 0,
+          .pinned = block.pins > 0 || block.held,
           .moving = block.moving || block.queued,
           .leaving = (block.moving || block.queued) && block.wanted == Place::kDdr &&
                      block.place.load(std::memory_order_relaxed) == Place::kHbm,

@@ -17,6 +17,7 @@
 // decides nothing: orders come from above. Why: docs/design/0013-stable-addresses.md.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -75,6 +76,16 @@ class StableSpace {
   // The block stays in HBM until unpinned as often; waits for it to be there. Errors: as of await().
   [[nodiscard]] Status pin(Address at);
   [[nodiscard]] Status unpin(Address at);
+  // The block stays where it is now, for good: for who has seen its memory and not only its address. Again is
+  // harmless. Errors: kInvalidArgument (no block begins there; it moves: pause first).
+  [[nodiscard]] Status hold(Address at);
+
+  // Nothing is moved or given back from when this returns until resume(), as often; blocks stay usable where
+  // they are. False: what was under way has not ended within `patience`, and only nothing new is begun.
+  // await() does not wait meanwhile: kCancelled.
+  bool pause(std::chrono::milliseconds patience);
+  void resume();
+  [[nodiscard]] bool paused() const { return pauses_.load(std::memory_order_acquire) > 0; }
 
   struct View {
     Address at = nullptr;
@@ -82,14 +93,17 @@ class StableSpace {
     Bytes size;
     Place place = Place::kHbm;
     std::uint64_t last_use = 0;  // turns count uses of the space
-    bool pinned = false;
-    bool moving = false;       // or ordered to
-    bool leaving = false;      // for DDR
-    bool awaits_room = false;  // ordered to HBM, and has taken none of it yet
+    bool pinned = false;         // or held
+    bool moving = false;         // or ordered to
+    bool leaving = false;        // for DDR
+    bool awaits_room = false;    // ordered to HBM, and has taken none of it yet
   };
   [[nodiscard]] std::vector<View> blocks() const;  // in order of addresses
   // Where the pointer leads, if into a block.
   [[nodiscard]] std::optional<View> find(const void* pointer) const;
+  // All blocks lie in [base(), base() + span()).
+  [[nodiscard]] Address base() const { return base_; }
+  [[nodiscard]] Bytes span() const { return span_; }
 
   struct Counters {
     std::uint64_t spills = 0, restores = 0;
@@ -98,10 +112,15 @@ class StableSpace {
     std::uint64_t waits = 0;         // of users, at a gate
     double wait_seconds = 0;
     Bytes hbm_held, hbm_peak;  // by blocks and kept handles; never above the budget
+    Bytes live, live_peak;     // of blocks, wherever they are
+    Bytes in_ddr, in_ddr_peak;
   };
   [[nodiscard]] Counters counters() const;
   [[nodiscard]] const UseLog& uses() const { return log_; }  // by number
   [[nodiscard]] Bytes hbm_room() const { return backing_->hbm_room(); }
+  [[nodiscard]] Bytes hbm_held() const { return backing_->hbm_held(); }
+  // Two instructions: something is in DDR.
+  [[nodiscard]] bool any_in_ddr() const { return spilled_.load(std::memory_order_relaxed) > 0; }
   void set_hbm_budget(Bytes budget);  // lower: handles kept for others go at once, blocks stay until ordered
 
   // The uses of one launch, copy or library call. The same object may be used again and again: it keeps its
@@ -162,6 +181,7 @@ class StableSpace {
   void serve(const std::stop_token& stop);
   [[nodiscard]] bool can_move(const StableBlock& block, Bytes room) const;  // mutex_ held
   [[nodiscard]] bool has_work() const;                                      // mutex_ held
+  void note_place(const StableBlock& block, Place from, Place to);          // mutex_ held
   void refuse_the_rest();                                                   // mutex_ held
   [[nodiscard]] Batch next_batch();                                         // mutex_ held
   void start(Batch& batch);
@@ -189,6 +209,8 @@ class StableSpace {
   std::atomic<std::uint32_t> everything_waits_{0};
   UseLog log_;
   std::atomic<std::uint64_t> waits_{0}, wait_nanoseconds_{0};
+  std::atomic<int> pauses_{0};             // written under mutex_
+  std::atomic<std::uint64_t> spilled_{0};  // blocks in DDR
 
   // The mover's.
   bool everything_shut_ = false;
@@ -203,6 +225,7 @@ class StableSpace {
   std::deque<StableBlock*> orders_;
   std::uint32_t made_ = 0;                // blocks so far
   std::uint64_t freed_ = 0, buried_ = 0;  // of them
+  bool busy_ = false;                     // a batch is under way
   Counters counters_;
   std::jthread mover_;  // last: it uses all of the above
 };

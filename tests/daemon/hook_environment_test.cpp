@@ -43,7 +43,24 @@ TEST_F(HookEnvironment, ThePolicysAmountsAreUnderstoodOnTheOtherSide) {
 
 TEST_F(HookEnvironment, NativeLeavesPyTorchAlone) {
   const auto made = environment_of(Policy(), GuestAllocator::kNative);
-  for (const auto& [name, value] : made) EXPECT_EQ(name.rfind("TERRACE_HBM_", 0), 0u) << name;
+  for (const auto& [name, value] : made) EXPECT_EQ(name.rfind("TERRACE_", 0), 0u) << name;
+}
+
+TEST_F(HookEnvironment, WhatMayLeaveHbmHasTheDdrBudget) {
+  Policy policy;
+  policy.ddr.budget = Amount::of(3_GiB);
+  auto made = environment_of(policy, GuestAllocator::kNative);
+  EXPECT_EQ(parse_amount(made["TERRACE_DDR_BUDGET"])->bytes, 3_GiB);
+  EXPECT_EQ(made.count("TERRACE_HOOK_SPILL"), 0u);
+  policy.hook.spill = SpillWord::kAlways;
+  EXPECT_EQ(environment_of(policy, GuestAllocator::kNative)["TERRACE_HOOK_SPILL"], "always");
+  policy.hook.spill = SpillWord::kOff;
+  made = environment_of(policy, GuestAllocator::kNative);
+  EXPECT_EQ(made["TERRACE_HOOK_SPILL"], "off");
+  EXPECT_EQ(made.count("TERRACE_DDR_BUDGET"), 0u);
+  policy.hook.spill = SpillWord::kAuto;
+  policy.swapcore.mode = SwapMode::kOff;
+  EXPECT_EQ(environment_of(policy, GuestAllocator::kNative)["TERRACE_HOOK_SPILL"], "off");
 }
 
 TEST_F(HookEnvironment, ExtendedReportsTheDdrBudget) {

@@ -34,7 +34,7 @@ enum class DefaultStream : std::uint8_t { kLegacy, kPerThread };
 
 inline constexpr unsigned long long kAskPerThread = 2;  // CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM
 
-enum class LocationType : int { kDevice = 1 };  // others are places in host memory
+enum class LocationType : int { kDevice = 1, kHostNuma = 3 };  // others are places in host memory too
 struct Location {
   LocationType type;
   int id;
@@ -49,6 +49,8 @@ struct AllocationProperties {
 };
 static_assert(offsetof(AllocationProperties, location) == 8 && sizeof(AllocationProperties) == 32);
 inline constexpr int kPinnedMemory = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED
+
+inline constexpr int kFileDescriptor = 1;  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 struct AccessDescription {
   Location location;

@@ -22,7 +22,10 @@ std::optional<DeviceFacts> facts_of(int device) noexcept try {
   return std::nullopt;
 }
 
-Bytes reclaim_on(int device) noexcept { return stream_pools().trim(DeviceOrdinal{device}); }
+Bytes reclaim_on(int device, Bytes wanted) noexcept {
+  const Bytes unused = stream_pools().trim(DeviceOrdinal{device});
+  return unused + stable_blocks().give_way(DeviceOrdinal{device}, wanted);
+}
 
 [[gnu::constructor]] void give_the_wall_its_source() { wall().set_source({facts_of, reclaim_on}); }
 

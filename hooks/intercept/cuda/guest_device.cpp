@@ -23,6 +23,7 @@ Status GuestDevice::describe() {
   info_.id = {place_.ordinal};
   info_.kind = "cuda";
   info_.can.remap = true;
+  info_.can.host_physical = true;  // whether a node serves it shows when asked
   kind_.type = kPinnedMemory;
   kind_.location = {LocationType::kDevice, place_.ordinal};
   access_.push_back({kind_.location, kReadWrite});
@@ -99,8 +100,8 @@ EventHandle GuestDevice::handle_of(Event event) const {
 
 Result<Event> GuestDevice::create_event() {
   EventHandle handle = nullptr;
-  if (Status made =
-          check("cuEventCreate", in_context([&] { return driver_.event_create(&handle, kNoTiming); }));
+  const unsigned flags = place_.events == Events::kTimed ? 0 : kNoTiming;
+  if (Status made = check("cuEventCreate", in_context([&] { return driver_.event_create(&handle, flags); }));
       !made)
     return made.error();
   const std::lock_guard lock(mutex_);
@@ -166,7 +167,20 @@ Result<Physical> GuestDevice::create_physical(Bytes size) {
   }
   recorder().grew(TierId::kHbm, size);
   const std::lock_guard lock(mutex_);
-  physical_[++last_physical_] = {handle, size};
+  physical_[++last_physical_] = {handle, size, std::nullopt};
+  return Physical{last_physical_};
+}
+
+Result<Physical> GuestDevice::create_host_physical(Bytes size, int numa_node) {
+  AllocationProperties kind{};
+  kind.type = kPinnedMemory;
+  kind.location = {LocationType::kHostNuma, numa_node};
+  PhysicalHandle handle = 0;
+  const CallResult result = in_context([&] { return driver_.create(&handle, size.count(), &kind, 0); });
+  if (Status created = check("cuMemCreate of host memory", result, size); !created) return created.error();
+  recorder().grew(TierId::kDdr, size);
+  const std::lock_guard lock(mutex_);
+  physical_[++last_physical_] = {handle, size, numa_node};
   return Physical{last_physical_};
 }
 
@@ -180,16 +194,17 @@ void GuestDevice::destroy_physical(Physical physical) {
     physical_.erase(found);
   }
   (void)in_context([&] { return driver_.destroy(state.handle); });
-  wall().refund(place_.ordinal, state.size);
-  recorder().shrank(TierId::kHbm, state.size);
+  if (!state.host_node) wall().refund(place_.ordinal, state.size);
+  recorder().shrank(state.host_node ? TierId::kDdr : TierId::kHbm, state.size);
 }
 
-PhysicalHandle GuestDevice::handle_of(Physical physical) const {
+GuestDevice::PhysicalState GuestDevice::state_of(Physical physical) const {
   const std::lock_guard lock(mutex_);
   const auto found = physical_.find(physical.id);
   TERRACE_CHECK(found != physical_.end(), "physical memory is mapped between its creation and its end");
-  return found->second.handle;
+  return found->second;
 }
+PhysicalHandle GuestDevice::handle_of(Physical physical) const { return state_of(physical).handle; }
 
 Status GuestDevice::map(Address at, Physical physical, Bytes size) {
   const PhysicalPiece piece{physical, size};
@@ -199,18 +214,21 @@ Status GuestDevice::map(Address at, Physical physical, Bytes size) {
 Status GuestDevice::map_all(Address at, std::span<const PhysicalPiece> pieces) {
   Bytes done;
   Status status;
+  std::optional<int> host_node;
   std::size_t mapped = 0;
   for (; mapped < pieces.size() && status.ok(); ++mapped) {
     const PhysicalPiece& piece = pieces[mapped];
-    const PhysicalHandle handle = handle_of(piece.physical);
-    status = check("cuMemMap", in_context([&] {
-                     return driver_.map(pointer_of(at) + done.count(), piece.size.count(), 0, handle, 0);
-                   }),
-                   piece.size);
+    const PhysicalState state = state_of(piece.physical);
+    host_node = state.host_node;
+    status =
+        check("cuMemMap", in_context([&] {
+                return driver_.map(pointer_of(at) + done.count(), piece.size.count(), 0, state.handle, 0);
+              }),
+              piece.size);
     if (!status) break;
     done += piece.size;
   }
-  if (status) status = open_access(at, done);
+  if (status) status = open_access(at, done, host_node);
   const std::lock_guard lock(mutex_);
   Address piece_at = at;
   for (const PhysicalPiece& piece : pieces.first(mapped)) {
@@ -227,12 +245,13 @@ Status GuestDevice::map_all(Address at, std::span<const PhysicalPiece> pieces) {
   return status;
 }
 
-Status GuestDevice::open_access(Address at, Bytes size) {
+Status GuestDevice::open_access(Address at, Bytes size, std::optional<int> host_node) {
   std::vector<AccessDescription> who;
   {
     const std::lock_guard lock(mutex_);
     who = access_;
   }
+  if (host_node) who.push_back({{LocationType::kHostNuma, *host_node}, kReadWrite});
   return check("cuMemSetAccess", in_context([&] {
                  return driver_.set_access(pointer_of(at), size.count(), who.data(), who.size());
                }),
@@ -279,23 +298,5 @@ Result<MemoryInfo> GuestDevice::memory() const {
 }
 
 Status GuestDevice::bind_thread() { return check("cuCtxSetCurrent", driver_.context_set(place_.context)); }
-
-// ---------------------------------------------------------------- what a pool does not need
-
-Result<Physical> GuestDevice::create_host_physical(Bytes, int) { return not_supported("host memory"); }
-Status GuestDevice::grant_access_to(const Device&) { return not_supported("peers that are devices of ours"); }
-Status GuestDevice::pin(Address, Bytes) { return not_supported("host memory"); }
-Result<Stream> GuestDevice::create_stream(StreamPriority) { return not_supported("streams of its own"); }
-Result<double> GuestDevice::seconds_between(Event, Event) const { return not_supported("timing events"); }
-Status GuestDevice::copy(Stream, Direction, Address, const std::byte*, Bytes) {
-  return not_supported("copies");
-}
-Status GuestDevice::copy_batch(Stream, Direction, std::span<const Transfer>) {
-  return not_supported("copies");
-}
-Status GuestDevice::fill(Stream, Address, std::uint8_t, Bytes) { return not_supported("copies"); }
-Status GuestDevice::launch_host(Stream, std::function<void()>) { return not_supported("work"); }
-Result<std::uint32_t> GuestDevice::exchange_blocks() { return not_supported("exchanges"); }
-Status GuestDevice::exchange(Stream, const RingExchange&) { return not_supported("exchanges"); }
 
 }  // namespace terrace::hooks::cuda

@@ -1,12 +1,14 @@
-// A guest's GPU as a device of ours: memory and order for the pool inside the process (stream_pools.hpp).
+// A guest's GPU as a device of ours: memory, order and copies for the pool inside the process
+// (stream_pools.hpp) and for blocks of stable addresses (stable_blocks.hpp).
 //
 // It calls the guest's own driver, in the guest's context, which it leaves as it was on every thread. Streams
-// are the guest's and are adopted, not created. Physical memory is charged to the wall before the driver is
-// asked. It moves no bytes and runs no work: those calls answer kNotSupported.
+// are the guest's, adopted, or our own, which wait for nobody's default stream. Device memory is charged to
+// the wall before the driver is asked. It runs no work of the host: those calls answer kNotSupported.
 #pragma once
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "hooks/intercept/cuda/driver_calls.hpp"
@@ -16,9 +18,11 @@ namespace terrace::hooks::cuda {
 
 class GuestDevice final : public Device {
  public:
+  enum class Events : std::uint8_t { kPlain, kTimed };
   struct Place {
     ContextHandle context;
     DeviceOrdinal ordinal;
+    Events events = Events::kPlain;
   };
   // Errors: kIo (the driver refuses to describe the device).
   [[nodiscard]] static Result<std::unique_ptr<GuestDevice>> open(const DriverCalls& driver, Place place);
@@ -36,6 +40,16 @@ class GuestDevice final : public Device {
   [[nodiscard]] std::uint64_t reserved_bytes() const { return bytes_.load(std::memory_order_relaxed); }
   // Lets another device reach what is mapped now and later.
   [[nodiscard]] CallResult grant(DeviceOrdinal other);
+  [[nodiscard]] const Place& place() const { return place_; }
+  // The driver's handle of physical memory; the caller knows that it lives.
+  [[nodiscard]] PhysicalHandle handle_of(Physical physical) const;
+  // One driver call in the device's context, whatever is captured elsewhere.
+  template <typename Invoke>
+  [[nodiscard]] CallResult in_context(const Invoke& invoke) const {
+    const RelaxedCapture relaxed(driver_);
+    const CurrentContext context(driver_, place_.context);
+    return context.result() == kSuccess ? invoke() : context.result();
+  }
 
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   [[nodiscard]] Result<Address> reserve(Bytes size) override;
@@ -51,7 +65,7 @@ class GuestDevice final : public Device {
   [[nodiscard]] Status pin(Address host, Bytes size) override;
   void unpin(Address, Bytes) override {}
   [[nodiscard]] Result<Stream> create_stream(StreamPriority priority) override;
-  void destroy_stream(Stream) override {}
+  void destroy_stream(Stream stream) override;
   [[nodiscard]] bool alive(Stream stream) const override;
   [[nodiscard]] Status synchronize(Stream stream) override;
   [[nodiscard]] Result<Event> create_event() override;
@@ -73,19 +87,11 @@ class GuestDevice final : public Device {
  private:
   GuestDevice(const DriverCalls& driver, Place place) : driver_(driver), place_(place) {}
   [[nodiscard]] Status describe();
-  // One driver call in the device's context, whatever is captured elsewhere.
-  template <typename Invoke>
-  [[nodiscard]] CallResult in_context(const Invoke& invoke) const {
-    const RelaxedCapture relaxed(driver_);
-    const CurrentContext context(driver_, place_.context);
-    return context.result() == kSuccess ? invoke() : context.result();
-  }
   [[nodiscard]] Status check(const char* call, CallResult result, Bytes size = {}) const;
   [[nodiscard]] Error not_supported(const char* what) const;
   [[nodiscard]] StreamHandle handle_of(Stream stream) const;  // null: it has ended
   [[nodiscard]] EventHandle handle_of(Event event) const;
-  [[nodiscard]] PhysicalHandle handle_of(Physical physical) const;
-  [[nodiscard]] Status open_access(Address at, Bytes size);
+  [[nodiscard]] Status open_access(Address at, Bytes size, std::optional<int> host_node);
 
   const DriverCalls& driver_;
   const Place place_;
@@ -97,7 +103,9 @@ class GuestDevice final : public Device {
   struct PhysicalState {
     PhysicalHandle handle;
     Bytes size;
+    std::optional<int> host_node;  // of the host's memory there
   };
+  [[nodiscard]] PhysicalState state_of(Physical physical) const;
   mutable std::mutex mutex_;  // all below
   std::vector<AccessDescription> access_;
   std::map<Address, Bytes> mappings_;

@@ -11,9 +11,11 @@
 #include "hooks/intercept/cuda/abi.hpp"
 #include "hooks/intercept/cuda/charges.hpp"
 #include "hooks/intercept/cuda/driver_calls.hpp"
+#include "hooks/intercept/cuda/guest_uses.hpp"
 #include "hooks/intercept/cuda/launch_view.hpp"
 #include "hooks/intercept/cuda/memory_report.hpp"
 #include "hooks/intercept/cuda/physical_ledger.hpp"
+#include "hooks/intercept/cuda/stable_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/cuda/symbols.hpp"
 #include "hooks/intercept/recorder.hpp"
@@ -25,6 +27,7 @@ template <typename Real>
 struct Call {
   Real real;
   DefaultStream default_stream;
+  const void* caller;  // returned to
 };
 
 template <typename Pointer>
@@ -42,7 +45,8 @@ template <typename Pointer>
 
 // Counts a call that is nobody else's doing.
 inline void count(const DriverCall& guard, CallGroup group) noexcept {
-  if (guard.outermost() && !RuntimeCall::under_way()) recorder().calling(group);
+  if (guard.outermost() && !RuntimeCall::under_way() && !LibraryArguments::under_way())
+    recorder().calling(group);
 }
 
 // Notes of ours that need memory; without any, the guest's call goes on.
@@ -97,16 +101,47 @@ CallResult allocate(const Call<Real>& call, DevicePointer* out, std::size_t byte
 }
 
 template <typename Real>
+CallResult allocate_plain(const Call<Real>& call, DevicePointer* out, std::size_t bytes) noexcept {
+  const DriverCall guard;
+  if (!guard.outermost()) return call.real(out, bytes);
+  count(guard, CallGroup::kAllocate);
+  if (out != nullptr &&
+      stable_blocks().allocate(StableBlocks::Kind::kPlain, Bytes(bytes), call.caller, out)) {
+    DriverCall::note_memory();
+    return kSuccess;
+  }
+  return allocate_on(0, call, out, bytes);
+}
+
+template <typename Real>
 CallResult allocate_pitched(const Call<Real>& call, DevicePointer* out, std::size_t* pitch, std::size_t width,
                             std::size_t height, unsigned element) noexcept {
   const DriverCall guard;
   if (!guard.outermost()) return call.real(out, pitch, width, height, element);
   count(guard, CallGroup::kAllocate);
   DriverCall::note_memory();
-  if (out == nullptr) return call.real(out, pitch, width, height, element);
+  if (out == nullptr || pitch == nullptr) return call.real(out, pitch, width, height, element);
+  if (stable_blocks().allocate(StableBlocks::Kind::kPlain, pitched_bytes(width, height), call.caller, out)) {
+    *pitch = round_up(Bytes(width), kPitchStep).count();
+    return kSuccess;
+  }
   return charged(
       pitched_bytes(width, height), 0, [&] { return call.real(out, pitch, width, height, element); },
       [&] { return key_of(*out); });
+}
+
+// Ordered on a stream: large ones are blocks from the start, smaller ones where the driver has no more.
+template <typename Real, typename... Rest>
+CallResult allocate_ordered(StreamName stream, const Call<Real>& call, DevicePointer* out, std::size_t bytes,
+                            Rest... rest) noexcept {
+  const auto as_block = [&](StableBlocks::Kind kind) {
+    if (out == nullptr || !stable_blocks().allocate(kind, Bytes(bytes), call.caller, out)) return false;
+    DriverCall::note_memory();
+    return true;
+  };
+  if (as_block(StableBlocks::Kind::kOrdered)) return kSuccess;
+  const CallResult result = allocate_on(id_of(stream.handle), call, out, bytes, rest...);
+  return result == kOutOfMemory && as_block(StableBlocks::Kind::kRefused) ? kSuccess : result;
 }
 
 template <typename Real>
@@ -119,7 +154,7 @@ CallResult allocate_async(const Call<Real>& call, DevicePointer* out, std::size_
     DriverCall::note_memory();
     return kSuccess;
   }
-  return allocate_on(id_of(stream), call, out, bytes, stream);
+  return allocate_ordered({stream, call.default_stream}, call, out, bytes, stream);
 }
 
 template <typename Real>
@@ -128,12 +163,14 @@ CallResult allocate_from_pool(const Call<Real>& call, DevicePointer* out, std::s
   const DriverCall guard;
   if (!guard.outermost()) return call.real(out, bytes, pool, stream);
   count(guard, CallGroup::kAllocate);
-  if (out != nullptr && stream_pools().stands_for(pool) &&
-      stream_pools().allocate({stream, call.default_stream}, Bytes(bytes), out)) {
+  // A pool of the guest's own has properties of its own.
+  if (out == nullptr || !stream_pools().stands_for(pool))
+    return allocate_on(id_of(stream), call, out, bytes, pool, stream);
+  if (stream_pools().allocate({stream, call.default_stream}, Bytes(bytes), out)) {
     DriverCall::note_memory();
     return kSuccess;
   }
-  return allocate_on(id_of(stream), call, out, bytes, pool, stream);
+  return allocate_ordered({stream, call.default_stream}, call, out, bytes, pool, stream);
 }
 
 template <typename Real, typename... Rest>
@@ -179,11 +216,15 @@ CallResult free_now(const Call<Real>& call, DevicePointer address) noexcept {
   const DriverCall guard;
   if (!guard.outermost()) return call.real(address);
   count(guard, CallGroup::kFree);
-  if (const auto served = stream_pools().free_now(address)) {
+  auto served = stream_pools().free_now(address);
+  if (!served) served = stable_blocks().free_now(address);
+  if (served) {
     DriverCall::note_memory();
     return *served;
   }
-  return free_known(0, call, address);
+  const CallResult result = free_known(0, call, address);
+  stable_blocks().follow_the_wall(stable_blocks().any() ? current_device() : -1);
+  return result;
 }
 
 template <typename Real>
@@ -191,7 +232,9 @@ CallResult free_async(const Call<Real>& call, DevicePointer address, StreamHandl
   const DriverCall guard;
   if (!guard.outermost()) return call.real(address, stream);
   count(guard, CallGroup::kFree);
-  if (const auto served = stream_pools().free({stream, call.default_stream}, address)) {
+  auto served = stream_pools().free({stream, call.default_stream}, address);
+  if (!served) served = stable_blocks().free_on({stream, call.default_stream}, address);
+  if (served) {
     DriverCall::note_memory();
     return *served;
   }
@@ -300,15 +343,6 @@ CallResult unmap_physical(const Call<Real>& call, DevicePointer at, std::size_t 
   return result;
 }
 
-// Memory of the process's own pool cannot be shared, as a driver's default pool can't.
-template <typename Real, typename Out>
-CallResult export_memory(const Call<Real>& call, Out* out, DevicePointer address) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kShare);
-  if (stream_pools().holds(address)) return kInvalidValue;
-  return call.real(out, address);
-}
-
 // ---------------------------------------------------------------- what the driver says of memory
 
 template <typename Real>
@@ -378,6 +412,7 @@ CallResult reset_device(const Call<Real>& call, DeviceOrdinal device) noexcept {
   const CallResult result = call.real(device);
   if (result == kSuccess && guard.outermost()) {
     stream_pools().device_reset(device);
+    stable_blocks().device_reset(device);
     recorder().forget_device(device);
     launch_layouts().forget();
   }
@@ -388,7 +423,10 @@ template <typename Real>
 CallResult destroy_stream(const Call<Real>& call, StreamHandle stream) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kOther);
-  if (guard.outermost()) stream_pools().stream_ends(stream);
+  if (guard.outermost()) {
+    stream_pools().stream_ends(stream);
+    stable_blocks().stream_ends(stream);
+  }
   return call.real(stream);
 }
 
@@ -398,8 +436,11 @@ CallResult begin_capture(const Call<Real>& call, StreamHandle stream, Rest... re
   count(guard, CallGroup::kOther);
   if (!guard.outermost()) return call.real(stream, rest...);
   stream_pools().capture_begins({stream, call.default_stream});
+  stable_blocks().capture_begins();
   const CallResult result = call.real(stream, rest...);
-  if (result != kSuccess) stream_pools().capture_ends({stream, call.default_stream});
+  if (result == kSuccess) return result;
+  stream_pools().capture_ends({stream, call.default_stream});
+  stable_blocks().capture_ended();
   return result;
 }
 
@@ -409,7 +450,10 @@ CallResult end_capture(const Call<Real>& call, StreamHandle stream, void** graph
   count(guard, CallGroup::kOther);
   const CallResult result = call.real(stream, graph);
   // Also a capture that had been broken has ended now.
-  if (guard.outermost()) stream_pools().capture_ends({stream, call.default_stream});
+  if (guard.outermost()) {
+    stream_pools().capture_ends({stream, call.default_stream});
+    stable_blocks().capture_ended();
+  }
   return result;
 }
 
@@ -419,26 +463,6 @@ CallResult unload(const Call<Real>& call, void* module) noexcept {
   count(guard, CallGroup::kOther);
   launch_layouts().forget();
   return call.real(module);
-}
-
-// ---------------------------------------------------------------- launches
-
-template <typename Real>
-CallResult launch(const Call<Real>& call, FunctionHandle function, unsigned gx, unsigned gy, unsigned gz,
-                  unsigned bx, unsigned by, unsigned bz, unsigned shared, StreamHandle stream,
-                  void** parameters, auto... extra) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kLaunch);
-  if (guard.outermost()) see_launch({function, parameters, extra...});
-  return call.real(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra...);
-}
-template <typename Real>
-CallResult launch(const Call<Real>& call, const LaunchConfig* config, FunctionHandle function,
-                  void** parameters, void** extra) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kLaunch);
-  if (guard.outermost()) see_launch({function, parameters, extra});
-  return call.real(config, function, parameters, extra);
 }
 
 // ---------------------------------------------------------------- functions asked for by name

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "hooks/intercept/cuda/handlers.hpp"
+#include "hooks/intercept/cuda/use_handlers.hpp"
 #include "hooks/intercept/loaded_library.hpp"
 
 namespace terrace::hooks::cuda {
@@ -104,7 +104,7 @@ using namespace terrace::hooks::cuda;
   __attribute__((visibility("default"))) CallResult name parameters {                  \
     using Real = CallResult(*) parameters;                                             \
     const Call<Real> call{reinterpret_cast<Real>(real_function(Symbol::name)),         \
-                          DefaultStream::default_stream};                              \
+                          DefaultStream::default_stream, __builtin_return_address(0)}; \
     if (call.real == nullptr) return absent(Api::api);                                 \
     return handler(call, TERRACE_UNPACK arguments);                                    \
   }

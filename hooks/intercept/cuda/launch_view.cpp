@@ -22,6 +22,25 @@ ParameterLayouts::Layout* make_layout(std::span<const Parameter> parameters) {
   return layout;
 }
 
+// Kernels that reach memory by more than their parameters, by what their names say: grouped and batched
+// multiplications take tables of pointers that lie in device memory, and communication keeps its buffers'
+// addresses in structures there.
+bool reads_pointers_from_memory(const char* name) {
+  static constexpr const char* kParts[] = {"rouped",      "GroupProblem", "PtrArray", "ptr_array", "ArrayTma",
+                                           "gemmBatched", "atchedGemm",   "nccl",     "nvshmem"};
+  for (const char* part : kParts) {
+    if (std::strstr(name, part) != nullptr) return true;
+  }
+  return false;
+}
+
+bool has_such_a_name(const DriverCalls& driver, FunctionHandle function) {
+  const char* name = nullptr;
+  if (driver.function_name == nullptr || driver.function_name(&name, function) != kSuccess || name == nullptr)
+    return false;
+  return reads_pointers_from_memory(name);
+}
+
 }  // namespace
 
 ParameterLayouts& launch_layouts() noexcept { return the_layouts; }
@@ -40,7 +59,7 @@ const ParameterLayouts::Layout* ParameterLayouts::learn(FunctionHandle function)
     opaque = result != kSuccess;
     parameters[count] = {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(bytes)};
   }
-  if (opaque || count == kMostParameters) count = 0, opaque = true;
+  if (opaque || count == kMostParameters || has_such_a_name(*driver, function)) count = 0, opaque = true;
   Layout* layout = make_layout({parameters.data(), count});
   if (layout == nullptr) return nullptr;
   layout->function = function;

@@ -28,7 +28,7 @@ class ParameterLayouts {
     FunctionHandle function = nullptr;
     std::uint64_t generation = 0;
     std::uint32_t count = 0;
-    bool opaque = false;  // the driver does not tell
+    bool opaque = false;  // the driver does not tell, or its name says that they are not all it reaches
     Parameter parameters[1];
     [[nodiscard]] std::span<const Parameter> all() const { return {parameters, count}; }
   };

@@ -31,11 +31,6 @@ std::uint64_t this_thread() noexcept {
   return own;
 }
 
-StreamHandle resolved(StreamName stream) noexcept {
-  if (stream.handle != nullptr) return stream.handle;
-  return stream.zero == DefaultStream::kLegacy ? kLegacyStream : kPerThreadStream;
-}
-
 // What a thread remembers of the stream it used last.
 struct Remembered {
   StreamHandle handle = nullptr;

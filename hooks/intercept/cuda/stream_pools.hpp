@@ -21,14 +21,9 @@
 
 #include "allocator/hbm_pool.hpp"
 #include "hooks/intercept/cuda/guest_device.hpp"
+#include "hooks/intercept/cuda/stream_name.hpp"
 
 namespace terrace::hooks::cuda {
-
-// A stream as a call names it.
-struct StreamName {
-  StreamHandle handle;
-  DefaultStream zero;  // what a zero handle means in that call
-};
 
 class StreamPools {
  public:
@@ -71,6 +66,8 @@ class StreamPools {
   [[nodiscard]] CallResult set_access(PoolHandle pool, std::span<const AccessDescription> who) noexcept;
   void device_uses(DeviceOrdinal device, PoolHandle pool) noexcept;
 
+  // Some stream is captured. Wait-free.
+  [[nodiscard]] bool capturing() const noexcept { return captures_.load(std::memory_order_acquire) != 0; }
   void stream_ends(StreamHandle stream) noexcept;
   void capture_begins(StreamName stream) noexcept;
   void capture_ends(StreamName stream) noexcept;

@@ -54,6 +54,14 @@ int cuMemPoolSetAttribute(void* pool, int attribute, void* value);
 int cuMemPoolTrimTo(void* pool, std::size_t keep);
 int cuMemPoolSetAccess(void* pool, const Access* who, std::size_t count);
 int cuModuleUnload(void* module);
+int cuCtxSynchronize();
+int cuCtxEnablePeerAccess(void* context, unsigned flags);
+int cuStreamSynchronize(void* stream);
+int cuMemcpyHtoD_v2(Pointer to, const void* from, std::size_t bytes);
+int cuMemcpyDtoH_v2(void* to, Pointer from, std::size_t bytes);
+int cuMemcpyAsync(Pointer to, Pointer from, std::size_t bytes, void* stream);
+int cuMemsetD8Async(Pointer to, unsigned char value, std::size_t bytes, void* stream);
+int cuGraphLaunch(void* graph, void* stream);
 
 std::size_t loopback_used(int device);
 long loopback_calls();
@@ -61,5 +69,10 @@ int loopback_access(Pointer address);
 int loopback_busy(void* stream, int busy);
 int loopback_waits(void* first, void* second);
 void* loopback_other_pool();
+void* loopback_kernel(const char* name, void (*run)(void** parameters), const std::size_t* sizes,
+                      std::size_t count, int told);
+int loopback_delay(void* stream, int milliseconds);
+std::size_t loopback_host_bytes();
+int loopback_in_hbm(Pointer address);
 int loopback_runtime_version();
 }

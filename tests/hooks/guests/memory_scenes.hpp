@@ -1,4 +1,4 @@
-// The scenes of memory_guest, in two files.
+// The scenes of memory_guest, in three files.
 #pragma once
 
 #include <functional>
@@ -15,5 +15,6 @@ void say(const char* what, long long value);
 
 const std::map<std::string_view, std::function<void()>>& memory_scenes();
 const std::map<std::string_view, std::function<void()>>& pool_scenes();
+const std::map<std::string_view, std::function<void()>>& stable_scenes();
 
 }  // namespace terrace::guest

@@ -39,8 +39,11 @@ int take(Entry& entry, Pointer address) {
   if (address == 0) return kSuccess;
   const auto block = entry->blocks.find(address);
   if (block == entry->blocks.end()) return kInvalidValue;
-  if (block->second.device >= 0) entry->used[block->second.device] -= taken_by(block->second.bytes);
-  entry->blocks.erase(block);
+  await_all_work(entry);
+  const auto still = entry->blocks.find(address);
+  if (still == entry->blocks.end()) return kInvalidValue;
+  if (still->second.device >= 0) entry->used[still->second.device] -= taken_by(still->second.bytes);
+  entry->blocks.erase(still);
   return kSuccess;
 }
 
@@ -80,6 +83,12 @@ API cuCtxGetDevice(int* device) {
   return *device = current_device, kSuccess;
 }
 API cuCtxSynchronize() {
+  Entry entry;
+  if (entry.result() == kSuccess) await_all_work(entry);
+  return entry.result();
+}
+// The memory of `peer` is open to this thread's device; plain memory always is.
+API cuCtxEnablePeerAccess(void*, unsigned) {
   const Entry entry;
   return entry.result();
 }

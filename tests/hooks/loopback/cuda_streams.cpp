@@ -73,6 +73,7 @@ int begin(void* handle, Zero zero) {
   if (stream == nullptr) return kInvalidHandle;
   if (stream == &entry->legacy[stream->device]) return kCaptureUnsupported;
   stream->capturing = true;
+  stream->graph = new Graph;
   stream->broken = false;
   ++entry->captures;
   return kSuccess;
@@ -84,7 +85,8 @@ int end(void* handle, void** graph, Zero zero) {
   if (stream == nullptr || !stream->capturing) return kInvalidValue;
   stream->capturing = false;
   --entry->captures;
-  *graph = stream->broken ? nullptr : stream;
+  if (!stream->broken) entry->graphs.insert(stream->graph);
+  *graph = stream->broken ? nullptr : stream->graph;
   return stream->broken ? kCaptureInvalidated : kSuccess;
 }
 
@@ -105,17 +107,27 @@ API cuStreamCreate(void** out, unsigned) {
   entry->streams.insert(made);
   return *out = made, kSuccess;
 }
-API cuStreamDestroy_v2(void* handle) {
+API cuStreamCreateWithPriority(void** out, unsigned flags, int) { return cuStreamCreate(out, flags); }
+API cuStreamIsCapturing(void* handle, int* captured) {
   const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  const Stream* stream = stream_of(handle, false);
+  if (stream == nullptr) return kInvalidHandle;
+  return *captured = stream->capturing ? 1 : 0, kSuccess;
+}
+API cuStreamDestroy_v2(void* handle) {
+  Entry entry;
   auto* stream = static_cast<Stream*>(handle);
-  if (entry->streams.erase(stream) == 0) return kInvalidHandle;
+  if (entry->streams.count(stream) == 0) return kInvalidHandle;
+  await_work(entry, *stream);
+  entry->streams.erase(stream);
   if (stream->capturing) --entry->captures;
   for (Event* event : entry->events) {
     if (event->stream == stream) event->stream = nullptr;
   }
   std::erase_if(entry->waits,
                 [&](const auto& each) { return each.first.first == stream || each.first.second == stream; });
-  delete stream;
+  if (!stream->served) delete stream;  // else its thread waits with it
   return kSuccess;
 }
 API cuStreamSynchronize(void* handle) {
@@ -124,8 +136,10 @@ API cuStreamSynchronize(void* handle) {
   if (const int refused = refuse_in_capture(entry); refused != kSuccess) return refused;
   Stream* stream = stream_of(handle, false);
   if (stream == nullptr) return kInvalidHandle;
+  await_work(entry, *stream);
   stream->busy = false;
   stream->reached = stream->recorded;
+  entry->changed.notify_all();
   return kSuccess;
 }
 API cuStreamGetCtx(void* handle, void** context) {
@@ -159,7 +173,11 @@ API cuEventRecord(void* handle, void* on) {
   if (stream == nullptr || entry->events.count(static_cast<Event*>(handle)) == 0) return kInvalidHandle;
   if (const int refused = refuse_legacy_in_capture(entry, stream); refused != kSuccess) return refused;
   *static_cast<Event*>(handle) = {stream, ++stream->recorded};
-  if (!stream->busy) stream->reached = stream->recorded;
+  if (!stream->work.empty()) {
+    give_work(*stream, {.reach = stream->recorded});
+  } else if (!stream->busy) {
+    stream->reached = stream->recorded;
+  }
   return kSuccess;
 }
 API cuEventQuery(void* handle) {
@@ -173,7 +191,11 @@ API cuEventSynchronize(void* handle) {
   Entry entry;
   if (entry.result() != kSuccess) return entry.result();
   auto* event = static_cast<Event*>(handle);
-  if (event->stream != nullptr) event->stream->reached = std::max(event->stream->reached, event->point);
+  const Event when = *event;
+  if (when.stream == nullptr) return kSuccess;
+  entry.wait([&] { return when.stream->work.empty() || when.stream->reached >= when.point; });
+  when.stream->reached = std::max(when.stream->reached, when.point);
+  entry->changed.notify_all();
   return kSuccess;
 }
 API cuStreamWaitEvent(void* handle, void* event, unsigned) {
@@ -182,7 +204,11 @@ API cuStreamWaitEvent(void* handle, void* event, unsigned) {
   Stream* stream = stream_of(handle, false);
   if (stream == nullptr) return kInvalidHandle;
   if (const int refused = refuse_legacy_in_capture(entry, stream); refused != kSuccess) return refused;
-  ++entry->waits[{stream, static_cast<Event*>(event)->stream}];
+  const Event when = *static_cast<Event*>(event);
+  ++entry->waits[{stream, when.stream}];
+  // A stream that only looks busy is nobody to wait for.
+  if (when.stream != nullptr && !when.stream->work.empty() && when.stream->reached < when.point)
+    give_work(*stream, {.behind = when.stream, .until = when.point});
   return kSuccess;
 }
 
@@ -236,41 +262,10 @@ API loopback_waits(void* first, void* second) {
 }
 __attribute__((visibility("default"))) void* loopback_other_pool() { return &other_pool; }
 
-// Kernels: 0x11 has a pointer, a number, and a structure that ends in a pointer; 0x12 nothing; 0x100 + N has
-// N parameters of 8 bytes. Of others nothing is known.
-API cuFuncGetParamInfo(void* function, std::size_t index, std::size_t* offset, std::size_t* bytes) {
+API cuEventElapsedTime(float* milliseconds, void*, void*) {
   const Entry entry;
-  if (entry.result() != kSuccess) return entry.result();
-  static constexpr std::size_t kFirst[3][2] = {{0, 8}, {8, 4}, {16, 24}};
-  if (function == reinterpret_cast<void*>(0x11)) {
-    if (index >= 3) return kInvalidValue;
-    *offset = kFirst[index][0];
-    *bytes = kFirst[index][1];
-    return kSuccess;
-  }
-  const auto structure = reinterpret_cast<std::uintptr_t>(function) - 0x1000;
-  if (structure < 0x1000) {
-    *offset = index * 8;
-    *bytes = index < 6 ? 8 : structure * 8;
-    return index < 7 ? kSuccess : kInvalidValue;
-  }
-  return function == reinterpret_cast<void*>(0x12) ? kInvalidValue : kInvalidHandle;
+  return *milliseconds = 1, entry.result();
 }
-#define LAUNCHES(suffix)                                                                                  \
-  API cuLaunchKernel##suffix(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
-                             void*, void**, void**) {                                                     \
-    const Entry entry;                                                                                    \
-    return entry.result();                                                                                \
-  }                                                                                                       \
-  API cuLaunchKernelEx##suffix(const void*, void*, void**, void**) {                                      \
-    const Entry entry;                                                                                    \
-    return entry.result();                                                                                \
-  }
-LAUNCHES()
-LAUNCHES(_ptsz)
-#undef LAUNCHES
 API cuModuleUnload(void*) { return kSuccess; }
-API cuMemcpyAsync(Pointer, Pointer, std::size_t, void*) { return kSuccess; }
-API cuMemcpyAsync_ptsz(Pointer, Pointer, std::size_t, void*) { return kSuccess; }
 #undef API
 }

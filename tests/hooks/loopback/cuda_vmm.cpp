@@ -1,8 +1,13 @@
 // The loopback driver's physical memory, and sharing between processes.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "tests/hooks/loopback/machine.hpp"
 
@@ -25,7 +30,25 @@ void end_if_unheld(Entry& entry, Pointer handle) {
   if (found == entry->handles.end() || found->second.references > 0 || found->second.mappings > 0) return;
   if (found->second.device >= 0 && !found->second.imported)
     entry->used[found->second.device] -= found->second.bytes;
+  close(found->second.file);
   entry->handles.erase(found);
+}
+
+int unmap(Pointer at, std::size_t bytes) {
+  Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  auto it = entry->mappings.lower_bound(at);
+  if (it == entry->mappings.end() || it->first != at) return kInvalidValue;
+  while (it != entry->mappings.end() && it->first < at + bytes) {
+    const Pointer handle = it->second;
+    mmap(reinterpret_cast<void*>(it->first), entry->handles[handle].bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    --entry->handles[handle].mappings;
+    entry->access.erase(it->first);
+    it = entry->mappings.erase(it);
+    end_if_unheld(entry, handle);
+  }
+  return kSuccess;
 }
 
 }  // namespace
@@ -64,6 +87,8 @@ API cuMemCreate(Pointer* out, std::size_t bytes, const Properties* properties, u
     if (bytes > kCapacity - entry->used[made.device]) return kOutOfMemory;
     entry->used[made.device] += bytes;
   }
+  made.file = memfd_create("loopback", MFD_CLOEXEC);
+  if (made.file < 0 || ftruncate(made.file, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
   *out = ++entry->next_handle;
   entry->handles[*out] = made;
   return kSuccess;
@@ -77,28 +102,22 @@ API cuMemRelease(Pointer handle) {
   end_if_unheld(entry, handle);
   return kSuccess;
 }
-API cuMemMap(Pointer at, std::size_t, std::size_t, Pointer handle, unsigned long long) {
+API cuMemMap(Pointer at, std::size_t bytes, std::size_t, Pointer handle, unsigned long long) {
   const Entry entry;
   if (entry.result() != kSuccess) return entry.result();
   const auto found = entry->handles.find(handle);
   if (found == entry->handles.end() || entry->mappings.count(at) != 0) return kInvalidValue;
+  if (bytes != found->second.bytes) return kInvalidValue;
+  // Nobody has access yet.
+  mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.file, 0);
   ++found->second.mappings;
   entry->mappings[at] = handle;
   return kSuccess;
 }
 API cuMemUnmap(Pointer at, std::size_t bytes) {
-  Entry entry;
-  if (entry.result() != kSuccess) return entry.result();
-  auto it = entry->mappings.lower_bound(at);
-  if (it == entry->mappings.end() || it->first != at) return kInvalidValue;
-  while (it != entry->mappings.end() && it->first < at + bytes) {
-    const Pointer handle = it->second;
-    --entry->handles[handle].mappings;
-    entry->access.erase(it->first);
-    it = entry->mappings.erase(it);
-    end_if_unheld(entry, handle);
-  }
-  return kSuccess;
+  const int result = unmap(at, bytes);
+  std::this_thread::sleep_for(std::chrono::milliseconds(machine().slow));
+  return result;
 }
 API cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t count) {
   const Entry entry;
@@ -106,7 +125,10 @@ API cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t
   auto it = entry->mappings.lower_bound(at);
   if (it == entry->mappings.end()) return kInvalidValue;
   for (; it != entry->mappings.end() && it->first < at + bytes; ++it) {
-    for (std::size_t i = 0; i < count; ++i) entry->access[it->first].push_back(who[i].id);
+    mprotect(reinterpret_cast<void*>(it->first), entry->handles[it->second].bytes, PROT_READ | PROT_WRITE);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (who[i].location == 1) entry->access[it->first].push_back(who[i].id);
+    }
   }
   return kSuccess;
 }
@@ -118,10 +140,24 @@ API cuMemRetainAllocationHandle(Pointer* out, void* address) {
   ++entry->handles[it->second].references;
   return *out = it->second, kSuccess;
 }
-API cuMemImportFromShareableHandle(Pointer* out, void*, int) {
+API cuMemExportToShareableHandle(int* file, Pointer handle, int, unsigned long long) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  const auto found = entry->handles.find(handle);
+  if (found == entry->handles.end()) return kInvalidValue;
+  *file = fcntl(found->second.file, F_DUPFD_CLOEXEC, 0);
+  return *file < 0 ? kUnknown : kSuccess;
+}
+API cuMemImportFromShareableHandle(Pointer* out, void* shared, int) {
   const Entry entry;
   Physical made{0, kGranularity};
   made.imported = true;
+  if (shared != nullptr) {
+    struct stat state {};
+    made.file = fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(shared)), F_DUPFD_CLOEXEC, 0);
+    if (made.file < 0 || fstat(made.file, &state) != 0) return kInvalidValue;
+    made.bytes = static_cast<std::size_t>(state.st_size);
+  }
   *out = ++entry->next_handle;
   entry->handles[*out] = made;
   return kSuccess;

@@ -1,0 +1,258 @@
+#include "hooks/intercept/cuda/guest_uses.hpp"
+
+#include <pthread.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "hooks/intercept/cuda/pointer_pages.hpp"
+#include "hooks/intercept/cuda/stream_pools.hpp"
+
+namespace terrace::hooks::cuda {
+
+// What a thread keeps between its calls, so that they allocate nothing. The next thread takes over the seat
+// of one that has ended.
+struct UseSeat {
+  struct OfDevice {
+    explicit OfDevice(DeviceBlocks& of) : blocks(of), uses(*of.space) {}
+    DeviceBlocks& blocks;
+    StableSpace::Uses uses;
+    EventHandle behind = nullptr;  // the thread's own default stream
+  };
+  std::vector<std::unique_ptr<OfDevice>> devices;
+  std::vector<const void*> pointers;
+  std::vector<OfDevice*> inside;
+
+  [[nodiscard]] OfDevice& of(DeviceBlocks& blocks) {
+    for (const auto& each : devices) {
+      if (&each->blocks == &blocks) return *each;
+    }
+    inside.reserve(devices.size() + 1);
+    return *devices.emplace_back(std::make_unique<OfDevice>(blocks));
+  }
+};
+
+namespace {
+
+// By thread. Nothing with a destructor: calls come while a thread's and the process's objects go.
+thread_local constinit UseSeat* this_seat = nullptr;
+// Taken: a call of this thread is inside.
+thread_local constinit bool seated = false;
+
+union IdleSeats {
+  constexpr IdleSeats() : seats() {}
+  ~IdleSeats() {}
+  struct {
+    std::mutex mutex;
+    std::vector<UseSeat*> idle;
+  } seats;
+};
+constinit IdleSeats the;
+
+// The system's own thread-local storage calls back when a thread ends.
+void give_seat_back(void* seat) {
+  this_seat = nullptr;
+  try {
+    const std::lock_guard lock(the.seats.mutex);
+    the.seats.idle.push_back(static_cast<UseSeat*>(seat));
+  } catch (...) {  // it is lost
+  }
+}
+
+UseSeat* seat_of_this_thread() {
+  if (this_seat != nullptr) [[likely]]
+    return this_seat;
+  static const pthread_key_t key = [] {
+    pthread_key_t made{};
+    (void)pthread_key_create(&made, give_seat_back);
+    return made;
+  }();
+  {
+    const std::lock_guard lock(the.seats.mutex);
+    if (!the.seats.idle.empty()) {
+      this_seat = the.seats.idle.back();
+      the.seats.idle.pop_back();
+    }
+  }
+  if (this_seat == nullptr) this_seat = new UseSeat;
+  (void)pthread_setspecific(key, this_seat);
+  return this_seat;
+}
+
+// Not a default stream, which every context has.
+bool is_named(StreamHandle stream) { return stream != kLegacyStream && stream != kPerThreadStream; }
+
+// The context that a stream belongs to. A handle of the driver's says so; the default streams are those of
+// the thread's context.
+ContextHandle context_of(StreamHandle stream) {
+  const DriverCalls& driver = *driver_calls();
+  ContextHandle context = nullptr;
+  const CallResult result =
+      is_named(stream) ? driver.stream_context(stream, &context) : driver.context_get(&context);
+  return result == kSuccess ? context : nullptr;
+}
+
+// Whose blocks a launch on this stream uses by counts: all others' it fixes. With one device there is no
+// choice.
+DeviceBlocks* blocks_of(StreamHandle stream) {
+  StableBlocks& form = stable_blocks();
+  if (form.only_device()) return &form.at(0);
+  for (std::uint32_t i = 0; is_named(stream) && i < form.devices(); ++i) {
+    if (form.at(i).streams->find(stream)) return &form.at(i);
+  }
+  return form.of(context_of(stream));
+}
+
+bool is_captured(StreamHandle stream) {
+  int captured = 0;
+  const DriverCalls& driver = *driver_calls();
+  return stream_pools().capturing() && driver.stream_captured(stream, &captured) == kSuccess && captured != 0;
+}
+
+void count_launch(Readable readable, std::size_t blocks) {
+  if (readable == Readable::kYes) {
+    metrics().add<Metric::kLaunches>(1);
+    metrics().add<Metric::kLaunchBlocks>(blocks);
+  } else {
+    metrics().add<Metric::kOpaqueLaunches>(1);
+  }
+}
+
+DevicePointer number_of(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+
+}  // namespace
+
+void forget_seat_in_child() noexcept {
+  this_seat = nullptr;
+  seated = false;
+  new (&the) IdleSeats;
+}
+
+// seat_->pointers, on a stream.
+void GuestUses::take(StreamHandle stream, Absent absent) {
+  StableBlocks& form = stable_blocks();
+  stream_ = stream;
+  if (is_captured(stream)) {
+    for (const void* const pointer : seat_->pointers)
+      form.fix(number_of(pointer), FixedReason::kCaptured, StableBlocks::Where::kLeave);
+    return;
+  }
+  DeviceBlocks* const own = blocks_of(stream);
+  // Another device's, whose streams its blocks cannot wait for.
+  if (own == nullptr || form.devices() > 1) {
+    std::erase_if(seat_->pointers, [&](const void* pointer) {
+      if (own != nullptr && own->holds(number_of(pointer))) return false;
+      form.fix(number_of(pointer), FixedReason::kPeer, StableBlocks::Where::kBring);
+      return true;
+    });
+  }
+  if (own == nullptr || seat_->pointers.empty()) return;
+  UseSeat::OfDevice& seat = seat_->of(*own);
+  const StreamSlot slot = own->streams->slot_of(stream);
+  seat_->inside.push_back(&seat);
+  if (absent == Absent::kBring) {
+    own->pager->begin(seat.uses, seat_->pointers, slot);
+  } else {
+    seat.uses.begin(seat_->pointers, slot);
+  }
+}
+
+void GuestUses::take_all(StreamHandle stream) {
+  StableBlocks& form = stable_blocks();
+  stream_ = stream;
+  const bool captured = is_captured(stream);
+  DeviceBlocks* const own = blocks_of(stream);
+  for (std::uint32_t i = 0; i < form.devices(); ++i) {
+    DeviceBlocks& blocks = form.at(i);
+    if (captured) {
+      form.fix_all(blocks, FixedReason::kCaptured, StableBlocks::Where::kLeave);
+    } else if (&blocks == own) {
+      UseSeat::OfDevice& seat = seat_->of(blocks);
+      seat_->inside.push_back(&seat);
+      seat.uses.begin_everything(blocks.streams->slot_of(stream));
+    } else if (blocks.shared.load()) {
+      form.fix_all(blocks, FixedReason::kPeer, StableBlocks::Where::kBring);
+    }
+  }
+}
+
+void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
+  if (seated) return;  // a call inside of one that has its uses
+  try {
+    UseSeat* const seat = seat_of_this_thread();
+    seat->pointers.clear();
+    const StableBlocks& form = stable_blocks();
+    const PointerPages& tables = pointer_pages();
+    bool table = false;
+    const auto note = [&](std::uint64_t word) {
+      if (form.may_hold(word)) seat->pointers.push_back(reinterpret_cast<const void*>(word));
+      table = table || tables.marked(word);
+    };
+    Readable readable = each_parameter_word(launch, launch_layouts(), note);
+    LibraryArguments::each_word(note);
+    if (table || LibraryArguments::reach() == Reach::kEverything) readable = Readable::kNo;
+    if (!stream_pools().any()) count_launch(readable, seat->pointers.size());
+    if (readable == Readable::kYes && seat->pointers.empty()) return;
+    seat_ = seat;
+    seated = true;
+    if (readable == Readable::kYes) {
+      take(resolved(stream), Absent::kBring);
+    } else {
+      take_all(resolved(stream));
+    }
+  } catch (...) {
+    without_memory(stream);
+  }
+}
+
+void GuestUses::take_copy(StreamName stream, std::span<const DevicePointer> ends) noexcept {
+  if (seated) return;
+  try {
+    const StableBlocks& form = stable_blocks();
+    UseSeat* seat = nullptr;
+    for (const DevicePointer address : ends) {
+      if (!form.may_hold(address)) continue;
+      if (seat == nullptr) {
+        seat = seat_of_this_thread();
+        seat->pointers.clear();
+      }
+      seat->pointers.push_back(reinterpret_cast<const void*>(address));
+    }
+    if (seat == nullptr) return;
+    seat_ = seat;
+    seated = true;
+    take(resolved(stream), Absent::kLeave);
+  } catch (...) {
+    without_memory(stream);
+  }
+}
+
+void GuestUses::take_everything(StreamName stream) noexcept {
+  if (seated) return;
+  try {
+    seat_ = seat_of_this_thread();
+    seated = true;
+    take_all(resolved(stream));
+  } catch (...) {
+    without_memory(stream);
+  }
+}
+
+// Nothing may move any more: there is no memory to note who uses what.
+void GuestUses::without_memory(StreamName) noexcept { stable_blocks().process_ends(); }
+
+void GuestUses::end() noexcept {
+  for (UseSeat::OfDevice* const each : seat_->inside) {
+    if (stream_ == kPerThreadStream && each->blocks.streams->leave_behind(each->behind) != kSuccess) {
+      // Nobody can tell when this work has ended: what is there stays.
+      stable_blocks().process_ends();
+    }
+    each->uses.end();
+  }
+  seat_->inside.clear();
+  seated = false;
+  seat_ = nullptr;
+}
+
+}  // namespace terrace::hooks::cuda

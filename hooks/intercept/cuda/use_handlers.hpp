@@ -1,0 +1,221 @@
+// Handlers of calls by which a guest uses memory: launches, copies, graphs, libraries, and what shows memory
+// to others. What they can reach is noted before the driver is asked (guest_uses.hpp).
+#pragma once
+
+#include <array>
+#include <cstring>
+
+#include "hooks/intercept/cuda/handlers.hpp"
+#include "hooks/intercept/cuda/pointer_pages.hpp"
+
+namespace terrace::hooks::cuda {
+
+// ---------------------------------------------------------------- launches
+
+template <typename Real>
+CallResult launch(const Call<Real>& call, FunctionHandle function, unsigned gx, unsigned gy, unsigned gz,
+                  unsigned bx, unsigned by, unsigned bz, unsigned shared, StreamHandle stream,
+                  void** parameters, auto... extra) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kLaunch);
+  GuestUses uses;
+  if (guard.outermost()) {
+    see_launch({function, parameters, extra...});
+    uses.launch({function, parameters, extra...}, {stream, call.default_stream});
+  }
+  return call.real(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra...);
+}
+template <typename Real>
+CallResult launch(const Call<Real>& call, const LaunchConfig* config, FunctionHandle function,
+                  void** parameters, void** extra) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kLaunch);
+  GuestUses uses;
+  if (guard.outermost() && config != nullptr) {
+    see_launch({function, parameters, extra});
+    uses.launch({function, parameters, extra}, {config->stream, call.default_stream});
+  }
+  return call.real(config, function, parameters, extra);
+}
+
+// On a stream that the call names last: what it reaches is in structures that are not read.
+template <CallGroup Group, typename Real, typename... Arguments>
+CallResult use_everything(const Call<Real>& call, Arguments... arguments) noexcept {
+  const DriverCall guard;
+  count(guard, Group);
+  GuestUses uses;
+  if (guard.outermost()) {
+    StreamHandle stream = nullptr;
+    (
+        (void)[&](auto argument) {
+          if constexpr (std::is_same_v<decltype(argument), StreamHandle>) stream = argument;
+        }(arguments),
+        ...);
+    uses.everything({stream, call.default_stream});
+  }
+  return call.real(arguments...);
+}
+
+template <CallGroup Group, typename Real, typename... Rest>
+CallResult use_everything_first(const Call<Real>& call, StreamHandle stream, Rest... rest) noexcept {
+  const DriverCall guard;
+  count(guard, Group);
+  GuestUses uses;
+  if (guard.outermost()) uses.everything({stream, call.default_stream});
+  return call.real(stream, rest...);
+}
+
+// ---------------------------------------------------------------- copies
+
+enum class Ordered : std::uint8_t { kNow, kOnStream };
+
+// Every number among the arguments that may be an address; the stream is the last handle.
+template <Ordered How, typename Real, typename... Arguments>
+CallResult copy(const Call<Real>& call, Arguments... arguments) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kCopy);
+  GuestUses uses;
+  if (guard.outermost()) {
+    std::array<DevicePointer, sizeof...(Arguments)> ends{};
+    std::size_t used = 0;
+    StreamHandle stream = nullptr;
+    const auto look = [&](auto argument) {
+      if constexpr (std::is_same_v<decltype(argument), DevicePointer>) {
+        ends[used++] = argument;
+      } else if constexpr (std::is_pointer_v<decltype(argument)>) {
+        ends[used++] = reinterpret_cast<std::uintptr_t>(argument);
+        if constexpr (How == Ordered::kOnStream && std::is_same_v<decltype(argument), StreamHandle>)
+          stream = argument;
+      }
+    };
+    (look(arguments), ...);
+    uses.copy({stream, call.default_stream}, {ends.data(), used});
+  }
+  return call.real(arguments...);
+}
+
+// The same, with a look at what is copied to device memory.
+template <Ordered How, typename Real, typename From, typename... Rest>
+CallResult copy_bytes(const Call<Real>& call, DevicePointer to, From from, std::size_t bytes,
+                      Rest... rest) noexcept {
+  if constexpr (std::is_pointer_v<From>) {
+    see_copy_from_host(to, from, bytes);
+  } else {
+    see_copy(to, from, bytes);
+  }
+  return copy<How>(call, to, from, bytes, rest...);
+}
+
+// A copy that its first argument describes.
+template <std::size_t Size, typename Real, typename... Rest>
+CallResult copy_described(const Call<Real>& call, const void* what, Rest... rest) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kCopy);
+  GuestUses uses;
+  if (guard.outermost() && what != nullptr) {
+    std::array<DevicePointer, Size / sizeof(DevicePointer)> words{};
+    std::memcpy(words.data(), what, sizeof words);
+    StreamHandle stream = nullptr;
+    (
+        (void)[&](auto argument) {
+          if constexpr (std::is_same_v<decltype(argument), StreamHandle>) stream = argument;
+        }(rest),
+        ...);
+    uses.copy({stream, call.default_stream}, words);
+  }
+  return call.real(what, rest...);
+}
+
+// ---------------------------------------------------------------- libraries
+
+// The launches below it use what it was given; or everything, where that is tables of pointers.
+template <CallGroup Group, Reach How = Reach::kArguments, typename Real, typename... Arguments>
+CallResult library(const Call<Real>& call, Arguments... arguments) noexcept {
+  if (!LibraryArguments::under_way() && !RuntimeCall::under_way()) recorder().calling(Group);
+  std::array<std::uint64_t, sizeof...(Arguments)> words{};
+  std::size_t used = 0;
+  const auto look = [&](auto argument) {
+    if constexpr (std::is_pointer_v<decltype(argument)>)
+      words[used++] = reinterpret_cast<std::uintptr_t>(argument);
+  };
+  (look(arguments), ...);
+  const LibraryArguments given({words.data(), used}, How);
+  return call.real(arguments...);
+}
+
+template <typename Real, typename... Arguments>
+CallResult library_of_tables(const Call<Real>& call, Arguments... arguments) noexcept {
+  return library<CallGroup::kLaunch, Reach::kEverything>(call, arguments...);
+}
+
+// Another process, or a network card, is shown where the memory lies.
+template <typename Real>
+CallResult register_buffer(const Call<Real>& call, void* world, void* buffer, std::size_t bytes,
+                           void** handle) noexcept {
+  stable_blocks().fix(reinterpret_cast<std::uintptr_t>(buffer), FixedReason::kRegistered,
+                      StableBlocks::Where::kBring);
+  return library<CallGroup::kShare>(call, world, buffer, bytes, handle);
+}
+
+// ---------------------------------------------------------------- what shows memory to others
+
+// Memory of the process's own pool cannot be shared, as a driver's default pool can't.
+template <typename Real, typename Out>
+CallResult export_memory(const Call<Real>& call, Out* out, DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (stream_pools().holds(address)) return kInvalidValue;
+  return call.real(out, address);
+}
+
+// An attribute that is set, or a handle that is given out, for who reaches the memory past the driver.
+template <typename Real, typename... Rest>
+CallResult show_range(const Call<Real>& call, void* out, DevicePointer address, Rest... rest) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (guard.outermost()) stable_blocks().fix(address, FixedReason::kRegistered, StableBlocks::Where::kBring);
+  return call.real(out, address, rest...);
+}
+template <typename Real>
+CallResult set_attribute(const Call<Real>& call, const void* value, int attribute,
+                         DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (guard.outermost()) stable_blocks().fix(address, FixedReason::kRegistered, StableBlocks::Where::kBring);
+  return call.real(value, attribute, address);
+}
+
+// Kernels reach what a texture lies over without naming it.
+template <typename Real>
+CallResult create_texture(const Call<Real>& call, unsigned long long* out, const void* resource,
+                          const void* texture, const void* view) noexcept {
+  static constexpr std::size_t kResourceBytes = 144;  // CUDA_RESOURCE_DESC
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  if (guard.outermost() && resource != nullptr && stable_blocks().any()) {
+    each_word(resource, kResourceBytes, [](std::uint64_t word) {
+      stable_blocks().fix(word, FixedReason::kRegistered, StableBlocks::Where::kBring);
+    });
+  }
+  return call.real(out, resource, texture, view);
+}
+
+// From now on this context's device reaches the memory of the other's.
+template <typename Real>
+CallResult enable_peer(const Call<Real>& call, ContextHandle peer, unsigned flags) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(peer, flags);
+  if (result != kSuccess || !guard.outermost()) return result;
+  const DeviceOrdinal here = current_device();
+  DeviceOrdinal owner = -1;
+  const DriverCalls* driver = driver_calls();
+  if (driver == nullptr) return result;
+  {
+    const CurrentContext other(*driver, peer);
+    if (other.result() == kSuccess) owner = current_device();
+  }
+  return stable_blocks().share_with(owner, here);
+}
+
+}  // namespace terrace::hooks::cuda

@@ -1,0 +1,410 @@
+// Scenes in which a program uses more memory than its budget, by pointers that never change. Kernels are
+// functions of the host that read and write through them when their turn comes on a stream.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "tests/hooks/guests/memory_scenes.hpp"
+
+namespace terrace::guest {
+namespace {
+
+constexpr std::size_t kBlock = 2 * kMiB, kWords = kBlock / 8;
+
+Pointer number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+
+// Touched here and there: every page, and both ends.
+constexpr std::size_t kStride = 251;
+std::uint64_t word_at(std::uint64_t seed, std::size_t index) {
+  return (seed + 1) * 0x9E3779B97F4A7C15ULL + index * 0xBF58476D1CE4E5B9ULL;
+}
+template <typename Visit>
+void each_index(const Visit& visit) {
+  for (std::size_t i = 0; i < kWords; i += kStride) visit(i);
+  visit(kWords - 1);
+}
+
+// out[i] = out[i] * 3 + in[i]
+void mix(void** parameters) {
+  auto* const out = *static_cast<std::uint64_t**>(parameters[0]);
+  const auto* const in = *static_cast<std::uint64_t**>(parameters[1]);
+  each_index([&](std::size_t i) { out[i] = out[i] * 3 + in[i]; });
+}
+// The same, of what a table in device memory points to, and slowly: what travels meanwhile is lost.
+void mix_by_table(void** parameters) {
+  auto* const table = *static_cast<std::uint64_t***>(parameters[0]);
+  int done = 0;
+  each_index([&](std::size_t i) {
+    if (++done % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    table[0][i] = table[0][i] * 3 + table[1][i];
+  });
+}
+void rest(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+
+// Writes such a table.
+void point(void** parameters) {
+  auto* const table = *static_cast<Pointer**>(parameters[0]);
+  table[0] = *static_cast<Pointer*>(parameters[1]);
+  table[1] = *static_cast<Pointer*>(parameters[2]);
+}
+
+void* kernel(const char* name, void (*run)(void**), std::vector<std::size_t> sizes, int told = 1) {
+  return loopback_kernel(name, run, sizes.data(), sizes.size(), told);
+}
+int launch(void* function, void* stream, std::vector<Pointer> values) {
+  std::vector<void*> parameters;
+  for (Pointer& value : values) parameters.push_back(&value);
+  return cudaLaunchKernel(function, {1, 1, 1}, {1, 1, 1}, parameters.data(), 0, stream);
+}
+
+// Blocks with the words that a program without any budget would have in them.
+struct Blocks {
+  std::vector<Pointer> at;
+  std::vector<std::vector<std::uint64_t>> expected;  // by block, the words that are looked at
+  int allocated = 0;
+
+  bool add(int how_many) {
+    std::vector<std::uint64_t> host(kWords);
+    for (int n = 0; n < how_many; ++n) {
+      void* made = nullptr;
+      if (cudaMalloc(&made, kBlock) != 0) return false;
+      for (std::size_t i = 0; i < kWords; ++i) host[i] = word_at(at.size(), i);
+      if (cuMemcpyHtoD_v2(number(made), host.data(), kBlock) != 0) return false;
+      at.push_back(number(made));
+      expected.emplace_back();
+      each_index([&](std::size_t i) { expected.back().push_back(host[i]); });
+    }
+    return true;
+  }
+  void mixed(std::size_t out, std::size_t in) {
+    for (std::size_t i = 0; i < expected[out].size(); ++i)
+      expected[out][i] = expected[out][i] * 3 + expected[in][i];
+  }
+  // Blocks with a wrong word.
+  int wrong() {
+    int wrong = 0;
+    std::vector<std::uint64_t> host(kWords);
+    for (std::size_t n = 0; n < at.size(); ++n) {
+      if (at[n] == 0) continue;
+      if (cuMemcpyDtoH_v2(host.data(), at[n], kBlock) != 0) {
+        ++wrong;
+        continue;
+      }
+      std::vector<std::uint64_t> seen;
+      each_index([&](std::size_t i) { seen.push_back(host[i]); });
+      wrong += seen == expected[n] ? 0 : 1;
+    }
+    return wrong;
+  }
+  int in_hbm() {
+    int count = 0;
+    for (const Pointer each : at) count += each != 0 && loopback_in_hbm(each) != 0 ? 1 : 0;
+    return count;
+  }
+  void free_all() {
+    for (Pointer& each : at) cuMemFree_v2(each);
+    at.clear();
+  }
+};
+
+// With a budget of 96 MiB, 64 of which the context takes: 16 blocks fit.
+constexpr int kTwice = 32;
+
+void twice_the_budget() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(kTwice));
+  void *stream = nullptr, *other = nullptr;
+  cuStreamCreate(&stream, 0);
+  cuStreamCreate(&other, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  int failed = 0;
+  for (int step = 0; step < 6; ++step) {
+    for (std::size_t n = 0; n + 1 < blocks.at.size(); ++n) {
+      failed += launch(mixes, n % 16 < 8 ? stream : other, {blocks.at[n], blocks.at[n + 1]}) != 0;
+      blocks.mixed(n, n + 1);
+      if (n % 8 == 7) cuStreamSynchronize(n % 16 < 8 ? stream : other);  // the next is on the other stream
+    }
+    cuCtxSynchronize();
+  }
+  say("failed", failed);
+  say("wrong", blocks.wrong());
+  say("over the budget", loopback_used(0) > 96 * kMiB);
+  say("in ddr", blocks.in_hbm() < kTwice);
+  blocks.free_all();
+  say("freed twice", cuMemFree_v2(0x7fff12345000));
+  void* all = nullptr;
+  say("room again", cudaMalloc(&all, 28 * kMiB));
+}
+
+// A kernel that runs when its blocks are wanted away, and one that is launched while they travel.
+void under_kernels() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(15));
+  void *slow = nullptr, *fast = nullptr;
+  cuStreamCreate(&slow, 0);
+  cuStreamCreate(&fast, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  for (int round = 0; round < 4; ++round) {
+    // Queued for a while yet, and known by its parameters alone.
+    loopback_delay(slow, 20);
+    launch(mixes, slow, {blocks.at[0], blocks.at[1]});
+    blocks.mixed(0, 1);
+    for (std::size_t n = 2; n < 8; ++n) {
+      launch(mixes, fast, {blocks.at[n], blocks.at[n + 1]});
+      blocks.mixed(n, n + 1);
+    }
+    say("more", blocks.add(4));
+    // Others race with what makes room for these.
+    std::thread racing([&] {
+      cudaSetDevice(0);
+      for (std::size_t n = 8; n < 14; ++n) launch(mixes, fast, {blocks.at[n], blocks.at[n + 1]});
+    });
+    for (std::size_t n = 8; n < 14; ++n) blocks.mixed(n, n + 1);
+    void* room = nullptr;
+    say("room", cudaMalloc(&room, 6 * kMiB));
+    racing.join();
+    cuCtxSynchronize();
+    say("given back", cudaFree(room));
+  }
+  say("wrong", blocks.wrong());
+}
+
+// The pointers of a multiplication lie in device memory: written by a kernel, and used some time later.
+void by_tables(const char* name, int told) {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(16));
+  void *stream = nullptr, *other = nullptr, *table = nullptr;
+  cuStreamCreate(&stream, 0);
+  cuStreamCreate(&other, 0);
+  say("table", cudaMalloc(&table, 512));
+  void* const points = kernel("point", point, {8, 8, 8});
+  void* const grouped = kernel(name, mix_by_table, {8}, told);
+  for (std::size_t n = 0; n < 10; ++n) {
+    cuStreamSynchronize(other);
+    launch(points, stream, {number(table), blocks.at[n], blocks.at[n + 1]});
+    cuStreamSynchronize(stream);
+    // By now nothing says any more that the two are in use, but for the table.
+    loopback_delay(other, 3);
+    launch(grouped, other, {number(table)});
+    blocks.mixed(n, n + 1);
+    rest(5);                                     // until it runs
+    if (n % 2 == 0) say("more", blocks.add(1));  // makes others leave meanwhile
+  }
+  cuCtxSynchronize();
+  say("wrong", blocks.wrong());
+}
+
+void tables_from_host() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(16));
+  void *stream = nullptr, *table = nullptr;
+  cuStreamCreate(&stream, 0);
+  say("table", cudaMalloc(&table, 512));
+  void* const innocent = kernel("a_name_that_says_nothing", mix_by_table, {8});
+  for (std::size_t n = 0; n < 8; ++n) {
+    const Pointer pair[2] = {blocks.at[n], blocks.at[n + 1]};
+    cuMemcpyHtoD_v2(number(table), pair, sizeof pair);
+    launch(innocent, stream, {number(table)});
+    blocks.mixed(n, n + 1);
+    rest(2);
+    if (n % 2 == 0) say("more", blocks.add(1));
+    cuStreamSynchronize(stream);  // before the table is another
+  }
+  say("wrong", blocks.wrong());
+}
+
+void captured() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(24));  // the first ones are in DDR by now
+  void *stream = nullptr, *graph = nullptr;
+  cuStreamCreate(&stream, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  say("begin", cuStreamBeginCapture_v2(stream, 0));
+  launch(mixes, stream, {blocks.at[0], blocks.at[23]});
+  launch(mixes, stream, {blocks.at[23], blocks.at[1]});
+  say("captured free", cuMemFree_v2(blocks.at[22]));
+  blocks.at[22] = 0;
+  say("end", cuStreamEndCapture(stream, &graph));
+  for (int round = 0; round < 4; ++round) {
+    for (std::size_t n = 2; n < 20; ++n) {
+      launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+      blocks.mixed(n, n + 1);
+    }
+    say("replay", cuGraphLaunch(graph, stream));
+    blocks.mixed(0, 23);
+    blocks.mixed(23, 1);
+    cuStreamSynchronize(stream);
+  }
+  say("wrong", blocks.wrong());
+}
+
+void reset_of_frees() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(kTwice));
+  say("in ddr", blocks.in_hbm() < kTwice);
+  int failed = 0;
+  for (Pointer& each : blocks.at) failed += cuMemFree_v2(each) != 0;  // half of them lie in DDR
+  say("failed", failed);
+  say("twice", cuMemFree_v2(blocks.at[0]));
+  say("inside", cuMemFree_v2(blocks.at[1] + 512));
+  say("stranger", cuMemFree_v2(0x123456789000));
+  say("nothing", cuMemFree_v2(0));
+  blocks.at.clear();
+  say("again", blocks.add(kTwice));
+  say("wrong", blocks.wrong());
+}
+
+void peers() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(kTwice));
+  void* context = nullptr;
+  cuDevicePrimaryCtxRetain(&context, 0);
+  cudaSetDevice(1);
+  say("enabled", cuCtxEnablePeerAccess(context, 0));
+  // What device 1 reaches stays where it is; what comes back from DDR is open to it as well.
+  int open = 0;
+  for (const Pointer each : blocks.at) open += loopback_access(each) == 3 ? 1 : 0;
+  say("open", open);
+  void* stream = nullptr;
+  cuStreamCreate(&stream, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  for (std::size_t n = 0; n + 1 < 8; ++n) {
+    launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+    blocks.mixed(n, n + 1);
+  }
+  cuCtxSynchronize();
+  cudaSetDevice(0);
+  say("wrong", blocks.wrong());
+}
+
+void own_streams_of_threads() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(15));
+  void* const mixes = kernel("mix", mix, {8, 8});
+  for (int round = 0; round < 3; ++round) {
+    std::thread([&] {
+      cudaSetDevice(0);
+      loopback_delay(reinterpret_cast<void*>(2), 10);
+      for (std::size_t n = 0; n < 8; ++n)
+        launch(mixes, reinterpret_cast<void*>(2), {blocks.at[n], blocks.at[n + 1]});
+    }).join();
+    for (std::size_t n = 0; n < 8; ++n) blocks.mixed(n, n + 1);
+    say("more", blocks.add(6));
+  }
+  cuCtxSynchronize();
+  say("wrong", blocks.wrong());
+}
+
+void ordered() {
+  cudaSetDevice(0);
+  void *stream = nullptr, *first = nullptr, *second = nullptr, *small = nullptr;
+  cuStreamCreate(&stream, 0);
+  say("malloc", cudaMallocAsync(&first, 40 * kMiB, stream));
+  say("malloc", cudaMallocAsync(&second, 40 * kMiB, stream));
+  say("small", cudaMallocAsync(&small, 8 * kMiB, stream));
+  cuMemsetD8Async(number(first), 7, 40 * kMiB, stream);
+  cuMemsetD8Async(number(second), 9, 40 * kMiB, stream);
+  unsigned char bytes[2] = {};
+  cuStreamSynchronize(stream);
+  cuMemcpyDtoH_v2(&bytes[0], number(first) + 40 * kMiB - 1, 1);
+  cuMemcpyDtoH_v2(&bytes[1], number(second), 1);
+  say("bytes", bytes[0] * 10 + bytes[1]);
+  say("free", cudaFreeAsync(first, stream));
+  say("free", cudaFreeAsync(second, stream));
+  say("free", cudaFreeAsync(small, stream));
+  say("free twice", cudaFreeAsync(first, stream));
+}
+
+void forked_and_ended() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(kTwice));
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    void* own = nullptr;
+    // What its parent holds is other processes' to it, so that there may be no room.
+    const int code = cudaMalloc(&own, 8 * kMiB);
+    std::exit(code == 0 ? cudaFree(own) : code == 2 ? 0 : code);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  say("child", status);
+  say("wrong", blocks.wrong());
+  static Blocks late;
+  late.at = blocks.at;
+  std::fflush(stdout);
+  std::atexit([] {
+    int failed = 0;
+    for (const Pointer each : late.at) failed += cuMemFree_v2(each) != 0;
+    std::fprintf(stderr, "late %d\n", failed);
+  });
+}
+
+// With a budget of 72 MiB: four blocks. All of it once, so that each driver call can fail in turn: what the
+// program was told went well has the right bytes.
+void stable_faults() {
+  cudaSetDevice(0);
+  void* stream = nullptr;
+  const bool has_stream = cuStreamCreate(&stream, 0) == 0;
+  void* const mixes = kernel("mix", mix, {8, 8});
+  Blocks blocks;
+  for (int n = 0; n < 6; ++n) blocks.add(1);
+  for (std::size_t n = 0; has_stream && n + 1 < blocks.at.size(); ++n) {
+    if (launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]}) == 0) blocks.mixed(n, n + 1);
+  }
+  while (cuCtxSynchronize() != 0) {
+  }
+  int wrong = 0;
+  std::vector<std::uint64_t> host(kWords);
+  for (std::size_t n = 0; n < blocks.at.size(); ++n) {
+    int tries = 0;
+    while (cuMemcpyDtoH_v2(host.data(), blocks.at[n], kBlock) != 0 && ++tries < 3) {
+    }
+    std::vector<std::uint64_t> seen;
+    each_index([&](std::size_t i) { seen.push_back(host[i]); });
+    wrong += seen == blocks.expected[n] ? 0 : 1;
+  }
+  say("blocks", static_cast<long long>(blocks.at.size()));
+  say("wrong", wrong);
+  say("over the budget", loopback_used(0) > 72 * kMiB);
+  blocks.free_all();
+  say("calls", loopback_calls());
+}
+
+}  // namespace
+
+const std::map<std::string_view, std::function<void()>>& stable_scenes() {
+  static const std::map<std::string_view, std::function<void()>> scenes = {
+      {"twice", twice_the_budget},
+      {"under-kernels", under_kernels},
+      {"grouped", [] { by_tables("gemm_grouped_kernel", 1); }},
+      {"untold", [] { by_tables("whatever", 0); }},
+      {"tables-from-host", tables_from_host},
+      {"captured", captured},
+      {"frees", reset_of_frees},
+      {"peers", peers},
+      {"threads-own", own_streams_of_threads},
+      {"ordered", ordered},
+      {"ends", forked_and_ended},
+      {"stable-faults", stable_faults},
+  };
+  return scenes;
+}
+
+}  // namespace terrace::guest

@@ -1,0 +1,178 @@
+// Programs that use more device memory than their budget, by pointers that never change: whatever happens,
+// their bytes are right.
+#include <atomic>
+#include <thread>
+
+#include "tests/hooks/preloaded_guest.hpp"
+
+namespace terrace {
+namespace {
+
+using test::bare_guest;
+using test::Ended;
+using test::PageCollector;
+using test::preloaded_guest;
+using test::run_guest;
+using test::Settings;
+using test::value_in;
+using test::value_of;
+using test::values_of;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr int kInvalidValue = 1, kOutOfMemory = 2;
+
+// 32 MiB beside the context: 16 blocks of the scenes.
+Settings small(Settings more = {}) {
+  more.emplace_back("TERRACE_HBM_BUDGET=96MiB");
+  more.emplace_back("TERRACE_DDR_BUDGET=1GiB");
+  return preloaded_guest(std::move(more));
+}
+// Moves take a while: who uses a block meanwhile loses what he writes, or faults.
+Settings small_and_slow(Settings more = {}) {
+  more.emplace_back("LOOPBACK_SLOW_MS=3");
+  return small(std::move(more));
+}
+
+TEST(PreloadStable, TwiceTheBudgetIsRightToTheLastBit) {
+  for (const char* guest : {"memory_guest13", "memory_guest12", "memory_guest_static"}) {
+    PageCollector collector;
+    const Ended ended = run_guest("twice", small({"TERRACE_SOCKET=" + collector.socket()}), guest);
+    const auto pages = collector.collect();
+    ASSERT_EQ(ended.exit_code, 0) << guest << ended.err;
+    EXPECT_EQ(value_of(ended, "allocated"), 1) << guest << ended.err;
+    EXPECT_EQ(value_of(ended, "failed"), 0);
+    EXPECT_EQ(value_of(ended, "wrong"), 0) << guest;
+    EXPECT_EQ(value_of(ended, "over the budget"), 0);
+    EXPECT_EQ(value_of(ended, "in ddr"), 1) << "the budget binds";
+    EXPECT_EQ(value_of(ended, "room again"), 0);
+    ASSERT_EQ(pages.size(), 1u);
+    EXPECT_GT(value_in<Metric::kTransferBytes>(*pages[0], Direction::kD2H, CopyReason::kSpill), 32u << 20);
+    EXPECT_GT(value_in<Metric::kTransferBytes>(*pages[0], Direction::kH2D, CopyReason::kRestore), 32u << 20);
+    EXPECT_EQ(value_in<Metric::kOpaqueLaunches>(*pages[0]), 0u);
+    EXPECT_EQ(value_in<Metric::kRefusedAllocations>(*pages[0]), 0u);
+  }
+}
+
+TEST(PreloadStable, WithoutDdrOrWhereItIsOffTheWallIsWhatItWas) {
+  for (const char* off : {"TERRACE_DDR_BUDGET=0B", "TERRACE_HOOK_SPILL=off"}) {
+    const Ended ended = run_guest("twice", small({off}));
+    EXPECT_EQ(value_of(ended, "allocated"), 0) << off;
+    EXPECT_EQ(value_of(ended, "wrong"), 0);
+  }
+}
+
+TEST(PreloadStable, BlocksTravelBesideKernelsThatRunAndThatRace) {
+  const Ended ended = run_guest("under-kernels", small_and_slow());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_THAT(values_of(ended, "more"), Each(1));
+  EXPECT_THAT(values_of(ended, "room"), Each(0));
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+}
+
+TEST(PreloadStable, PointersThatLieInDeviceMemoryHoldEverything) {
+  for (const char* scene : {"grouped", "untold", "tables-from-host"}) {
+    const Ended ended = run_guest(scene, small_and_slow());
+    ASSERT_EQ(ended.exit_code, 0) << scene << ended.err;
+    EXPECT_THAT(values_of(ended, "more"), Each(1)) << scene;
+    EXPECT_EQ(value_of(ended, "wrong"), 0) << scene;
+  }
+}
+
+TEST(PreloadStable, WhatAGraphHasSeenStaysWhereItIs) {
+  PageCollector collector;
+  const Ended ended = run_guest("captured", small({"TERRACE_SOCKET=" + collector.socket()}));
+  const auto pages = collector.collect();
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "captured free"), 0);
+  EXPECT_EQ(value_of(ended, "end"), 0);
+  EXPECT_THAT(values_of(ended, "replay"), Each(0));
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  ASSERT_EQ(pages.size(), 1u);
+  EXPECT_EQ(value_in<Metric::kFixedBytes>(*pages[0], FixedReason::kCaptured), 6u << 20) << "three blocks";
+}
+
+TEST(PreloadStable, FreesOfWhatIsInDdrOfStrangersAndTwice) {
+  const Ended ended = run_guest("frees", small());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "in ddr"), 1);
+  EXPECT_EQ(value_of(ended, "failed"), 0);
+  EXPECT_EQ(value_of(ended, "twice"), kInvalidValue);
+  EXPECT_EQ(value_of(ended, "inside"), kInvalidValue);
+  EXPECT_EQ(value_of(ended, "stranger"), kInvalidValue);
+  EXPECT_EQ(value_of(ended, "nothing"), 0);
+  EXPECT_EQ(value_of(ended, "again"), 1);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+}
+
+TEST(PreloadStable, AnotherDevicesUsesFixWhatTheyReach) {
+  const Ended ended = run_guest("peers", small());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "enabled"), 0);
+  EXPECT_EQ(value_of(ended, "open"), 32) << "also what has been remapped";
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+}
+
+TEST(PreloadStable, AThreadsOwnDefaultStreamIsWaitedFor) {
+  const Ended ended = run_guest("threads-own", small_and_slow());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+}
+
+TEST(PreloadStable, OrderedAllocationsThatDoNotFitAreBlocks) {
+  const Ended ended = run_guest("ordered", small({"TERRACE_HBM_BUDGET=128MiB"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_THAT(values_of(ended, "malloc"), ElementsAre(0, 0));
+  EXPECT_EQ(value_of(ended, "small"), 0);
+  EXPECT_EQ(value_of(ended, "bytes"), 79);
+  EXPECT_THAT(values_of(ended, "free"), Each(0));
+  EXPECT_EQ(value_of(ended, "free twice"), kInvalidValue);
+}
+
+TEST(PreloadStable, ForksAndEndsInAnyOrder) {
+  const Ended ended = run_guest("ends", small());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "child"), 0);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_THAT(ended.err, HasSubstr("late 0"));
+}
+
+TEST(PreloadStable, HbmAndDdrFullIsOutOfMemoryAndALineThatHelps) {
+  const Ended ended = run_guest("twice", small({"TERRACE_DDR_BUDGET=16MiB"}));
+  EXPECT_EQ(value_of(ended, "allocated"), 0);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_THAT(ended.err, HasSubstr("a larger ddr.budget makes room"));
+}
+
+// Whichever driver call fails, with whatever: no wrong byte.
+TEST(PreloadStableFaults, EachDriverCallMayFail) {
+  const auto run = [](long long nth, int code, const char* how_many) {
+    return run_guest(
+        "stable-faults",
+        small({"TERRACE_HBM_BUDGET=72MiB", "LOOPBACK_FAIL_AT=" + std::to_string(nth),
+               "LOOPBACK_FAIL_WITH=" + std::to_string(code), std::string("LOOPBACK_FAILS=") + how_many}));
+  };
+  const long long calls = value_of(run(0, 0, "0"), "calls");
+  ASSERT_GT(calls, 200);
+  std::atomic<long long> next{1};
+  std::atomic<int> over{0};
+  const auto try_each = [&] {
+    // Calls of several threads: which is the nth changes from run to run anyway.
+    for (long long nth = next.fetch_add(2); nth <= calls; nth = next.fetch_add(2)) {
+      const int code = nth / 2 % 2 == 0 ? kOutOfMemory : 999;
+      const Ended ended = run(nth, code, "1");
+      EXPECT_EQ(ended.exit_code, 0) << "call " << nth << " with " << code << ": " << ended.err;
+      EXPECT_EQ(value_of(ended, "wrong"), 0) << "call " << nth << " with " << code << ": " << ended.err;
+      over += value_of(ended, "over the budget") != 0 ? 1 : 0;
+      EXPECT_LE(std::count(ended.err.begin(), ended.err.end(), '\n'), 8) << nth << ended.err;
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back(try_each);
+  threads.clear();
+  EXPECT_LE(over, 4) << "where the driver does not say how large the device is, or what others hold";
+}
+
+}  // namespace
+}  // namespace terrace
