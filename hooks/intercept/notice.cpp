@@ -22,4 +22,10 @@ void say_once(Notice kind, std::string_view line) noexcept {
   errno = kept;
 }
 
+void say_at_end(std::string_view lines) noexcept {
+  const int kept = errno;
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, lines.data(), lines.size());
+  errno = kept;
+}
+
 }  // namespace terrace::hooks

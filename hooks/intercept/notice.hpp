@@ -17,5 +17,7 @@ enum class Notice : std::uint8_t {
 
 // Writes "terrace: LINE" where the kind has not been said. Never throws; errno is kept.
 void say_once(Notice kind, std::string_view line) noexcept;
+// Writes the lines as they are, in one call. Never throws; errno is kept.
+void say_at_end(std::string_view lines) noexcept;
 
 }  // namespace terrace::hooks

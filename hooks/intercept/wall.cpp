@@ -259,6 +259,13 @@ Bytes Wall::budget(int device) noexcept {
   return account.lease == nullptr ? 0_B : account.lease->budget;
 }
 
+Bytes Wall::context(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return {};
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(account.mutex);
+  return account.lease == nullptr ? 0_B : account.lease->context;
+}
+
 Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
   if (device < 0 || device >= kMostDevices) return {};
   Account& account = accounts_[static_cast<std::size_t>(device)];

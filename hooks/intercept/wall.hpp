@@ -58,6 +58,7 @@ class Wall {
   [[nodiscard]] Bytes charged(int device) const noexcept;
   [[nodiscard]] Bytes charged_peak(int device) const noexcept;
   [[nodiscard]] Bytes budget(int device) noexcept;  // zero: no account is open
+  [[nodiscard]] Bytes context(int device) noexcept;  // the driver's own, as last measured
   // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
   // `terrace off` has reached this process: nothing is refused any more. Wait-free.

@@ -192,6 +192,11 @@ Bytes BackingStore::hbm_room() const {
   return saturating_sub(hbm_budget_, hbm_held_ - kept_bytes_);
 }
 
+Bytes BackingStore::hbm_budget() const {
+  const std::lock_guard lock(mutex_);
+  return hbm_budget_;
+}
+
 Bytes BackingStore::hbm_held() const {
   const std::lock_guard lock(mutex_);
   return hbm_held_;

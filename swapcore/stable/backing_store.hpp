@@ -40,6 +40,7 @@ class BackingStore {
 
   void set_hbm_budget(Bytes budget);
   [[nodiscard]] Bytes hbm_room() const;  // that take_hbm() would find, with all kept handles given up
+  [[nodiscard]] Bytes hbm_budget() const;
   [[nodiscard]] Bytes hbm_held() const;
   [[nodiscard]] Bytes hbm_peak() const;
 

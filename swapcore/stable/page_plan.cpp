@@ -49,6 +49,7 @@ PagePlan plan_pages(std::span<const PagedBlock> blocks, const PageNeeds& needs) 
     if (made < block->size) break;
     for (std::size_t i = first_out; i < next_out; ++i) plan.to_ddr.push_back(out[i]->at);
     plan.to_hbm.push_back(block->at);
+    plan.behind.push_back(plan.to_ddr.size());
     room = made - block->size;
     coming += block->size;
   }

@@ -26,8 +26,9 @@ struct PagedBlock {
 };
 
 struct PagePlan {
-  std::vector<Address> to_ddr;  // to be ordered first, in this order
+  std::vector<Address> to_ddr;
   std::vector<Address> to_hbm;
+  std::vector<std::size_t> behind;  // by block of to_hbm: so many of to_ddr are to be ordered before it
 };
 
 struct PageNeeds {

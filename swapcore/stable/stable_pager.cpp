@@ -4,11 +4,13 @@
 
 #include <pthread.h>
 
+#include "runtime/clock.hpp"
 #include "runtime/thread_signals.hpp"
 
 namespace terrace {
 namespace {
 constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
+constexpr std::uint64_t kShareAhead = 4;        // of the budget, on its way ahead of its use
 constexpr int kTries = 4;                       // others may send away what has just come back
 }  // namespace
 
@@ -42,6 +44,7 @@ StablePager::Pages StablePager::pages() const {
   for (const StableSpace::View& view : space_.blocks()) {
     if (view.leaving) pages.leaving.push_back(view.at);
     if (view.awaits_room) awaited += view.size;
+    if (view.coming) pages.coming += view.size;
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
                             .in_hbm = view.place == Place::kHbm,
@@ -55,12 +58,21 @@ StablePager::Pages StablePager::pages() const {
 
 void StablePager::order_ahead() {
   if (!schedule_.learned()) return;
+  counters_.period = schedule_.period();
   const Pages now = pages();
+  // Where little fits, much at once would send away what is about to be used.
+  const Bytes ahead = std::min(options_.bytes_ahead, space_.hbm_budget() / kShareAhead);
+  if (now.coming >= ahead) return;
   const PagePlan plan = plan_pages(
-      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = options_.bytes_ahead});
-  // A block may have been freed since: then there is nothing to order.
-  for (const Address at : plan.to_ddr) (void)space_.order(at, Place::kDdr);
-  for (const Address at : plan.to_hbm) (void)space_.order(at, Place::kHbm);
+      now.blocks,
+      {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = ahead - now.coming});
+  // Each behind what makes room for it, and no further: both directions of the link are used at once. A block
+  // may have been freed since: then there is nothing to order.
+  std::size_t gone = 0;
+  for (std::size_t i = 0; i < plan.to_hbm.size(); ++i) {
+    for (; gone < plan.behind[i]; ++gone) (void)space_.order(plan.to_ddr[gone], Place::kDdr);
+    (void)space_.order(plan.to_hbm[i], Place::kHbm);
+  }
   counters_.ahead += plan.to_hbm.size();
 }
 
@@ -88,11 +100,22 @@ Status StablePager::make_room(Bytes size) {
 }
 
 Result<Address> StablePager::allocate(Bytes size) {
-  for (;;) {
-    Result<Address> at = space_.allocate(size);
-    if (at.ok() || at.error().code != Errc::kOutOfBudget) return at;
-    if (Status room = make_room(at.error().bytes + space_.hbm_room()); !room.ok()) return room.error();
+  Result<Address> at = space_.allocate(size);
+  while (!at.ok() && at.error().code == Errc::kOutOfBudget) {
+    const Nanoseconds from = steady_clock().now();
+    const Status room = make_room(at.error().bytes + space_.hbm_room());
+    note_wait(StallReason::kBudget, from);
+    if (!room.ok()) return room.error();
+    at = space_.allocate(size);
   }
+  return at;
+}
+
+void StablePager::note_wait(StallReason reason, Nanoseconds from) {
+  const Nanoseconds spent = steady_clock().now() - from;
+  metrics().add<Metric::kStallSeconds>(reason, spent);
+  const std::lock_guard lock(mutex_);
+  (reason == StallReason::kBudget ? counters_.budget_wait : counters_.restore_wait) += spent;
 }
 
 Status StablePager::free(Address at) {
@@ -128,12 +151,15 @@ bool StablePager::bring_back(std::span<const void* const> pointers) {
     if (view->place == Place::kDdr) absent.push_back(*view);
   }
   bool all = true;
+  const Nanoseconds from = steady_clock().now();
   for (const StableSpace::View& view : absent) {
     const bool back = order_back(view, spared) && space_.await(view.at).ok();
     all = all && back;
     const std::lock_guard lock(mutex_);
     ++(back ? counters_.demanded : counters_.in_place);
+    if (!back) metrics().add<Metric::kUsesInDdr>(1);
   }
+  if (!absent.empty()) note_wait(StallReason::kRestoreLate, from);
   return all;
 }
 
@@ -148,7 +174,6 @@ void StablePager::begin(StableSpace::Uses& uses, std::span<const void* const> po
 StablePager::Counters StablePager::counters() const {
   const std::lock_guard lock(mutex_);
   Counters counters = counters_;
-  counters.period = schedule_.period();
   counters.surprises = schedule_.surprises();
   return counters;
 }

@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "runtime/clock.hpp"
+#include "runtime/metrics.hpp"
 #include "swapcore/stable/page_plan.hpp"
 #include "swapcore/stable/stable_space.hpp"
 #include "swapcore/stable/use_schedule.hpp"
@@ -46,8 +48,9 @@ class StablePager {
     std::uint64_t demanded = 0;  // blocks that a use had to wait for
     std::uint64_t in_place = 0;  // uses over the link
     std::uint64_t ahead = 0;     // blocks ordered back before their use
-    std::size_t period = 0;      // of the step, in uses; 0: none is learned
+    std::size_t period = 0;      // of the step learned last, in uses; 0: none has been
     std::uint64_t surprises = 0;
+    Nanoseconds restore_wait{}, budget_wait{};  // of uses for blocks to come back, of allocations for room
   };
   [[nodiscard]] Counters counters() const;
 
@@ -57,9 +60,11 @@ class StablePager {
   struct Pages {
     std::vector<PagedBlock> blocks;
     Bytes room;                    // that nobody waits for
+    Bytes coming;                  // on their way to HBM
     std::vector<Address> leaving;  // whose room is about to be
   };
   [[nodiscard]] Pages pages() const;  // mutex_ held
+  void note_wait(StallReason reason, Nanoseconds from);
   [[nodiscard]] bool bring_back(std::span<const void* const> pointers);
   [[nodiscard]] bool order_back(const StableSpace::View& view, std::span<const Address> spared);
 

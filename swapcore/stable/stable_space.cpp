@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "runtime/clock.hpp"
+#include "runtime/metrics.hpp"
 
 namespace terrace {
 namespace {
@@ -252,6 +253,8 @@ StableSpace::View StableSpace::view_of(const StableBlock& block) {
           .moving = block.moving || block.queued,
           .leaving = (block.moving || block.queued) && block.wanted == Place::kDdr &&
                      block.place.load(std::memory_order_relaxed) == Place::kHbm,
+          .coming = (block.moving || block.queued) && block.wanted == Place::kHbm &&
+                    block.place.load(std::memory_order_relaxed) == Place::kDdr,
           .awaits_room = (block.moving || block.queued) && block.wanted == Place::kHbm &&
                          block.place.load(std::memory_order_relaxed) == Place::kDdr &&
                          !block.has_room.load(std::memory_order_relaxed)};
@@ -295,9 +298,10 @@ void StableSpace::set_hbm_budget(Bytes budget) {
 void StableSpace::wait_at(UseGate& gate) {
   const Nanoseconds from = steady_clock().now();
   gate.await_open();
+  const Nanoseconds spent = steady_clock().now() - from;
+  metrics().add<Metric::kStallSeconds>(StallReason::kSpillBackpressure, spent);
   waits_.fetch_add(1, std::memory_order_relaxed);
-  wait_nanoseconds_.fetch_add(static_cast<std::uint64_t>((steady_clock().now() - from).count()),
-                              std::memory_order_relaxed);
+  wait_nanoseconds_.fetch_add(static_cast<std::uint64_t>(spent.count()), std::memory_order_relaxed);
 }
 
 void StableSpace::Uses::leave_all() {

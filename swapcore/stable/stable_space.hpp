@@ -96,6 +96,7 @@ class StableSpace {
     bool pinned = false;         // or held
     bool moving = false;         // or ordered to
     bool leaving = false;        // for DDR
+    bool coming = false;       // to HBM
     bool awaits_room = false;    // ordered to HBM, and has taken none of it yet
   };
   [[nodiscard]] std::vector<View> blocks() const;  // in order of addresses
@@ -118,6 +119,7 @@ class StableSpace {
   [[nodiscard]] Counters counters() const;
   [[nodiscard]] const UseLog& uses() const { return log_; }  // by number
   [[nodiscard]] Bytes hbm_room() const { return backing_->hbm_room(); }
+  [[nodiscard]] Bytes hbm_budget() const { return backing_->hbm_budget(); }
   [[nodiscard]] Bytes hbm_held() const { return backing_->hbm_held(); }
   // Two instructions: something is in DDR.
   [[nodiscard]] bool any_in_ddr() const { return spilled_.load(std::memory_order_relaxed) > 0; }

@@ -155,13 +155,28 @@ void GuestDevice::release(Address address, Bytes size) {
   (void)in_context([&] { return driver_.release_range(pointer_of(address), size.count()); });
 }
 
+bool GuestDevice::charge(Bytes size) {
+  const std::lock_guard lock(charge_mutex_);
+  const bool fits = wall().charge(place_.ordinal, size, Wall::Reclaim::kNot);
+  if (fits) charged_ += size;
+  if (!fits) refused_.store(true, std::memory_order_relaxed);
+  return fits;
+}
+
+void GuestDevice::refund(Bytes size) {
+  const std::lock_guard lock(charge_mutex_);
+  wall().refund(place_.ordinal, size);
+  charged_ -= size;
+}
+
 Result<Physical> GuestDevice::create_physical(Bytes size) {
-  if (!wall().charge(place_.ordinal, size, Wall::Reclaim::kNot))
+  if (!charge(size))
     return Error{.code = Errc::kOutOfMemory, .text = "the lease has no room", .bytes = size};
   PhysicalHandle handle = 0;
   const CallResult result = in_context([&] { return driver_.create(&handle, size.count(), &kind_, 0); });
   if (Status created = check("cuMemCreate", result, size); !created) {
-    wall().refund(place_.ordinal, size);
+    refund(size);
+    if (result == kOutOfMemory) refused_.store(true, std::memory_order_relaxed);
     if (result != kOutOfMemory) metrics().add<Metric::kFaults>(FaultPoint::kDeviceCreatePhysical, 1);
     return created.error();
   }
@@ -194,7 +209,7 @@ void GuestDevice::destroy_physical(Physical physical) {
     physical_.erase(found);
   }
   (void)in_context([&] { return driver_.destroy(state.handle); });
-  if (!state.host_node) wall().refund(place_.ordinal, state.size);
+  if (!state.host_node) refund(state.size);
   recorder().shrank(state.host_node ? TierId::kDdr : TierId::kHbm, state.size);
 }
 

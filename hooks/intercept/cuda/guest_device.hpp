@@ -41,6 +41,17 @@ class GuestDevice final : public Device {
   // Lets another device reach what is mapped now and later.
   [[nodiscard]] CallResult grant(DeviceOrdinal other);
   [[nodiscard]] const Place& place() const { return place_; }
+  // What the wall has been charged for this device's physical memory. `look` is called with it while no
+  // charge changes.
+  template <typename Look>
+  void with_charged(const Look& look) const {
+    const std::lock_guard lock(charge_mutex_);
+    look(charged_);
+  }
+  // Memory was refused since this was asked last.
+  [[nodiscard]] bool was_refused() {
+    return refused_.load(std::memory_order_relaxed) && refused_.exchange(false);
+  }
   // The driver's handle of physical memory; the caller knows that it lives.
   [[nodiscard]] PhysicalHandle handle_of(Physical physical) const;
   // One driver call in the device's context, whatever is captured elsewhere.
@@ -87,6 +98,8 @@ class GuestDevice final : public Device {
  private:
   GuestDevice(const DriverCalls& driver, Place place) : driver_(driver), place_(place) {}
   [[nodiscard]] Status describe();
+  [[nodiscard]] bool charge(Bytes size);
+  void refund(Bytes size);
   [[nodiscard]] Status check(const char* call, CallResult result, Bytes size = {}) const;
   [[nodiscard]] Error not_supported(const char* what) const;
   [[nodiscard]] StreamHandle handle_of(Stream stream) const;  // null: it has ended
@@ -99,6 +112,10 @@ class GuestDevice final : public Device {
   AllocationProperties kind_{};
   std::atomic<DevicePointer> base_{0};
   std::atomic<std::uint64_t> bytes_{0};
+
+  mutable std::mutex charge_mutex_;  // the next
+  Bytes charged_;
+  std::atomic<bool> refused_{false};
 
   struct PhysicalState {
     PhysicalHandle handle;

@@ -152,6 +152,8 @@ void GuestUses::take(StreamHandle stream, Absent absent) {
   const StreamSlot slot = own->streams->slot_of(stream);
   seat_->inside.push_back(&seat);
   if (absent == Absent::kBring) {
+    if (own->device->was_refused()) [[unlikely]]
+      StableBlocks::follow_the_wall(*own);
     own->pager->begin(seat.uses, seat_->pointers, slot);
   } else {
     seat.uses.begin(seat_->pointers, slot);
@@ -240,13 +242,13 @@ void GuestUses::take_everything(StreamName stream) noexcept {
 }
 
 // Nothing may move any more: there is no memory to note who uses what.
-void GuestUses::without_memory(StreamName) noexcept { stable_blocks().process_ends(); }
+void GuestUses::without_memory(StreamName) noexcept { stable_blocks().stop_moving(); }
 
 void GuestUses::end() noexcept {
   for (UseSeat::OfDevice* const each : seat_->inside) {
     if (stream_ == kPerThreadStream && each->blocks.streams->leave_behind(each->behind) != kSuccess) {
       // Nobody can tell when this work has ended: what is there stays.
-      stable_blocks().process_ends();
+      stable_blocks().stop_moving();
     }
     each->uses.end();
   }

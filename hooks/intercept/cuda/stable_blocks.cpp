@@ -130,6 +130,7 @@ std::unique_ptr<DeviceBlocks> StableBlocks::make(ContextHandle context, DeviceOr
   if (!space) return refused(space.error());
   made->space = *std::move(space);
   made->pager = std::make_unique<StablePager>(*made->space);
+  made->opened = steady_clock().now();
   return made;
 }
 
@@ -182,9 +183,17 @@ void StableBlocks::close(DeviceBlocks& blocks, std::string_view why) noexcept {
 // ---------------------------------------------------------------- budgets
 
 void StableBlocks::follow_the_wall(DeviceOrdinal device) noexcept {
-  DeviceBlocks* const blocks = of_device(device);
-  if (blocks == nullptr) return;
-  if (const auto room = wall().room(device)) blocks->space->set_hbm_budget(blocks->space->hbm_held() + *room);
+  if (DeviceBlocks* const blocks = of_device(device)) follow_the_wall(*blocks);
+}
+
+// The bytes that blocks may hold in HBM; set, so that what is taken next keeps to it.
+Bytes StableBlocks::follow_the_wall(DeviceBlocks& blocks) {
+  Bytes budget = blocks.device->info().capacity;
+  blocks.device->with_charged([&](Bytes charged) {
+    if (const auto room = wall().room(blocks.ordinal)) budget = charged + *room;
+  });
+  blocks.space->set_hbm_budget(budget);
+  return budget;
 }
 
 // So that the DDR there is suffices for what is held beyond HBM, and for what is on its way.
@@ -197,9 +206,7 @@ void StableBlocks::lease_ddr(DeviceOrdinal device, Bytes needed) {
 
 Result<Address> StableBlocks::take(DeviceBlocks& blocks, Bytes size) {
   const Bytes live = blocks.space->counters().live + size;
-  const auto room = wall().room(blocks.ordinal);
-  const Bytes hbm = blocks.space->hbm_held() + (room ? *room : 0_B);
-  follow_the_wall(blocks.ordinal);
+  const Bytes hbm = follow_the_wall(blocks);
   if (live > hbm) {
     const std::lock_guard lock(mutex_);
     lease_ddr(blocks.ordinal, lease_->held() + (live - hbm) + kBatch * 2);
@@ -218,12 +225,11 @@ Result<Address> StableBlocks::take(DeviceBlocks& blocks, Bytes size) {
 Bytes StableBlocks::give_way(DeviceOrdinal device, Bytes bytes) noexcept try {
   DeviceBlocks* const blocks = of_device(device);
   if (blocks == nullptr || blocks->space->paused()) return {};
-  follow_the_wall(device);
   StableSpace& space = *blocks->space;
+  (void)follow_the_wall(*blocks);
   const Bytes before = space.hbm_held();
   (void)blocks->pager->make_room(bytes);
-  const auto room = wall().room(device);
-  space.set_hbm_budget(saturating_sub(space.hbm_held() + (room ? *room : 0_B), bytes));
+  space.set_hbm_budget(saturating_sub(follow_the_wall(*blocks), bytes));
   return saturating_sub(before, space.hbm_held());
 } catch (...) {
   return {};
@@ -416,9 +422,43 @@ void StableBlocks::device_reset(DeviceOrdinal device) noexcept {
 }
 
 void StableBlocks::process_ends() noexcept try {
+  stop_moving();
+  std::string lines;
+  for (std::uint32_t i = 0; i < devices(); ++i) lines += exit_report(figures_of(at(i)));
+  if (!lines.empty()) say_at_end(lines);
+} catch (...) {
+}
+
+void StableBlocks::stop_moving() noexcept try {
   if (ending_.exchange(true)) return;
   for (std::uint32_t i = 0; i < devices(); ++i) (void)at(i).space->pause(kPatience / 10);
 } catch (...) {
+}
+
+ExitFigures StableBlocks::figures_of(const DeviceBlocks& blocks) {
+  const StableSpace::Counters space = blocks.space->counters();
+  const StablePager::Counters pager = blocks.pager->counters();
+  ExitFigures figures{.device = blocks.ordinal,
+                      .hbm_budget = wall().budget(blocks.ordinal),
+                      .hbm_peak = wall().charged_peak(blocks.ordinal) + wall().context(blocks.ordinal),
+                      .ddr_peak = space.in_ddr_peak,
+                      .spilled = space.spilled,
+                      .restored = space.restored,
+                      .run = seconds_of(steady_clock().now() - blocks.opened),
+                      .for_restores = seconds_of(pager.restore_wait),
+                      .at_gates = space.wait_seconds,
+                      .for_room = seconds_of(pager.budget_wait),
+                      .uses_in_ddr = pager.in_place,
+                      .step = pager.period,
+                      .opaque_launches = metrics().value<Metric::kOpaqueLaunches>()};
+  // What else is charged at the end stands for what else was charged at the peak.
+  const Bytes others = saturating_sub(wall().charged(blocks.ordinal), space.hbm_held);
+  figures.all_at_once = space.live_peak + others + wall().context(blocks.ordinal);
+  const std::lock_guard lock(mutex_);
+  for (const Fixed& fixed : fixed_) {
+    if (blocks.holds(fixed.address)) figures.fixed += fixed.size;
+  }
+  return figures;
 }
 
 // The memory is the parent's, and its threads and locks do not exist here.

@@ -23,6 +23,7 @@
 
 #include "hooks/intercept/cuda/guest_streams.hpp"
 #include "hooks/intercept/cuda/stream_name.hpp"
+#include "hooks/intercept/exit_report.hpp"
 #include "runtime/metrics.hpp"
 #include "swapcore/stable/stable_pager.hpp"
 
@@ -38,6 +39,7 @@ struct DeviceBlocks {
   std::shared_ptr<HostLease> lease{};
   std::unique_ptr<StableSpace> space{};
   std::unique_ptr<StablePager> pager{};
+  Nanoseconds opened{};
   std::atomic<bool> closed{false};  // to new blocks
   std::atomic<bool> shared{false};  // with another device: every block is fixed
 
@@ -90,13 +92,16 @@ class StableBlocks {
   Bytes give_way(DeviceOrdinal device, Bytes bytes) noexcept;
   // What may be in HBM follows what the wall leaves.
   void follow_the_wall(DeviceOrdinal device) noexcept;
+  static Bytes follow_the_wall(DeviceBlocks& blocks);
 
   // A capture is about to begin: nothing moves until it has ended, and then what was freed meanwhile goes.
   void capture_begins() noexcept;
   void capture_ended() noexcept;
   void stream_ends(StreamHandle stream) noexcept;
   void device_reset(DeviceOrdinal device) noexcept;
-  // The process ends: nothing moves any more, blocks stay usable.
+  // Nothing moves any more; blocks stay usable.
+  void stop_moving() noexcept;
+  // The same, and what there was is reported.
   void process_ends() noexcept;
   void start_again_in_child() noexcept;
 
@@ -112,6 +117,7 @@ class StableBlocks {
   void lease_ddr(DeviceOrdinal device, Bytes needed);  // mutex_ held
   [[nodiscard]] CallResult end(DeviceBlocks& blocks, DevicePointer address);
   [[nodiscard]] bool defer_while_captured(const Deferred& free);
+  [[nodiscard]] ExitFigures figures_of(const DeviceBlocks& blocks);
   static void hold(DeviceBlocks& blocks, Address at);
   void close(DeviceBlocks& blocks, std::string_view why) noexcept;
 

@@ -1,0 +1,45 @@
+#include "hooks/intercept/exit_report.hpp"
+
+#include <cstdio>
+
+namespace terrace::hooks {
+namespace {
+
+std::string seconds(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f s", value);
+  return text;
+}
+std::string share(double part, double whole) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f%%", whole > 0 ? part / whole * 100 : 0.0);
+  return text;
+}
+
+}  // namespace
+
+std::string exit_report(const ExitFigures& figures) {
+  if (figures.spilled == 0_B) return {};
+  const std::string begin = "terrace: device " + std::to_string(figures.device) + ": ";
+  const double stalled = figures.for_restores + figures.at_gates + figures.for_room;
+  std::string lines = begin + "HBM peak " + format_bytes(figures.hbm_peak) + " of " +
+                      format_bytes(figures.hbm_budget) + ", DDR peak " + format_bytes(figures.ddr_peak) +
+                      "; spilled " + format_bytes(figures.spilled) + ", restored " +
+                      format_bytes(figures.restored) + "\n";
+  lines += begin + "waited " + seconds(stalled) + " (" + share(stalled, figures.run) + " of the run): " +
+           seconds(figures.for_restores) + " for blocks to come back, " + seconds(figures.at_gates) +
+           " at moving ones, " + seconds(figures.for_room) + " for room; " +
+           std::to_string(figures.uses_in_ddr) + " uses over the link\n";
+  lines += begin +
+           (figures.step > 0 ? "a step of " + std::to_string(figures.step) + " uses was learned"
+                             : std::string("no repeating step was learned: the least recent left first"));
+  if (figures.opaque_launches > 0)
+    lines += "; " + std::to_string(figures.opaque_launches) + " launches held everything, their pointers unknown";
+  if (figures.fixed > 0_B) lines += "; " + format_bytes(figures.fixed) + " could not leave";
+  lines += "\n" + begin + "with hbm.budget = \"" +
+           std::to_string((figures.all_at_once + 1_MiB - 1_B) / 1_MiB) +
+           "MiB\" nothing would have left: at most " + seconds(stalled) + " less\n";
+  return lines;
+}
+
+}  // namespace terrace::hooks

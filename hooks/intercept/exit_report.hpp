@@ -1,0 +1,26 @@
+// What a process says at its end where blocks have travelled: figures in, lines out.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "runtime/units.hpp"
+
+namespace terrace::hooks {
+
+struct ExitFigures {
+  int device = 0;
+  Bytes hbm_budget{}, hbm_peak{}, ddr_peak{}, spilled{}, restored{};
+  double run = 0;  // seconds from the first block on
+  double for_restores = 0, at_gates = 0, for_room = 0;  // seconds that threads of the program waited
+  std::uint64_t uses_in_ddr = 0;
+  std::uint64_t step = 0;  // uses in a learned step; 0: none was learned
+  std::uint64_t opaque_launches = 0;
+  Bytes fixed{};        // blocks that could not leave
+  Bytes all_at_once{};  // HBM in which nothing would have had to leave
+};
+
+// A few lines of one device, each with its end; empty where nothing has left HBM.
+[[nodiscard]] std::string exit_report(const ExitFigures& figures);
+
+}  // namespace terrace::hooks
