@@ -26,15 +26,16 @@ std::string exit_report(const ExitFigures& figures) {
                       format_bytes(figures.hbm_budget) + ", DDR peak " + format_bytes(figures.ddr_peak) +
                       "; spilled " + format_bytes(figures.spilled) + ", restored " +
                       format_bytes(figures.restored) + "\n";
-  lines += begin + "waited " + seconds(stalled) + " (" + share(stalled, figures.run) + " of the run): " +
-           seconds(figures.for_restores) + " for blocks to come back, " + seconds(figures.at_gates) +
-           " at moving ones, " + seconds(figures.for_room) + " for room; " +
+  lines += begin + "waited " + seconds(stalled) + " (" + share(stalled, figures.run) +
+           " of the run): " + seconds(figures.for_restores) + " for blocks to come back, " +
+           seconds(figures.at_gates) + " at moving ones, " + seconds(figures.for_room) + " for room; " +
            std::to_string(figures.uses_in_ddr) + " uses over the link\n";
-  lines += begin +
-           (figures.step > 0 ? "a step of " + std::to_string(figures.step) + " uses was learned"
-                             : std::string("no repeating step was learned: the least recent left first"));
+  lines +=
+      begin + (figures.step > 0 ? "a step of " + std::to_string(figures.step) + " uses was learned"
+                                : std::string("no repeating step was learned: the least recent left first"));
   if (figures.opaque_launches > 0)
-    lines += "; " + std::to_string(figures.opaque_launches) + " launches held everything, their pointers unknown";
+    lines +=
+        "; " + std::to_string(figures.opaque_launches) + " launches held everything, their pointers unknown";
   if (figures.fixed > 0_B) lines += "; " + format_bytes(figures.fixed) + " could not leave";
   lines += "\n" + begin + "with hbm.budget = \"" +
            std::to_string((figures.all_at_once + 1_MiB - 1_B) / 1_MiB) +

@@ -11,7 +11,7 @@ namespace terrace::hooks {
 struct ExitFigures {
   int device = 0;
   Bytes hbm_budget{}, hbm_peak{}, ddr_peak{}, spilled{}, restored{};
-  double run = 0;  // seconds from the first block on
+  double run = 0;                                       // seconds from the first block on
   double for_restores = 0, at_gates = 0, for_room = 0;  // seconds that threads of the program waited
   std::uint64_t uses_in_ddr = 0;
   std::uint64_t step = 0;  // uses in a learned step; 0: none was learned

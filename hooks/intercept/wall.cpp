@@ -4,11 +4,13 @@
 #include <cerrno>
 #include <chrono>
 #include <new>
+#include <thread>
 
 #include "hooks/intercept/hook_settings.hpp"
 #include "hooks/intercept/notice.hpp"
 #include "runtime/errno_kept.hpp"
 #include "runtime/metrics.hpp"
+#include "runtime/thread_signals.hpp"
 
 namespace terrace::hooks {
 namespace {
@@ -17,6 +19,8 @@ constinit Wall the_wall;
 
 // A guest waits no longer for a daemon that doesn't answer.
 constexpr std::chrono::milliseconds kPatience{2000};
+// After the daemon has asked for less, what it has taken is not counted on for so long.
+constexpr std::chrono::seconds kCeilingHolds{5};
 // What a lease grows by at least: a share of the budget, so that a job asks the daemon seldom.
 constexpr std::uint64_t kStepShare = 64;
 
@@ -105,12 +109,12 @@ bool Wall::open(Account& account, int device) {
   lease->total = facts->total;
   lease->budget = budget;
   account.lease = lease.release();
-  join_daemon(account, *account.lease);
+  join_daemon(account, device, *account.lease);
   metrics().add<Metric::kBudgetBytes>(TierId::kHbm, budget);
   return true;
 }
 
-void Wall::join_daemon(Account& account, Lease& lease) {
+void Wall::join_daemon(Account& account, int device, Lease& lease) {
   DaemonLink::Options options = DaemonLink::options_from_environment();
   if (options.socket.empty()) return;
   auto page = SharedPage::create(options.job);
@@ -125,12 +129,42 @@ void Wall::join_daemon(Account& account, Lease& lease) {
     held[static_cast<std::size_t>(TierId::kHbm)] = Bytes(account.charged.load());
     return held;
   };
+  // The link's own thread goes on meanwhile: what leaves the device takes as long as the bus takes.
+  options.on_shrink = [this, &account, device](const DaemonLink::Ask& ask) {
+    const SignalsBlocked blocked;
+    std::thread([this, &account, device, ask] { hold_less(account, device, ask); }).detach();
+  };
   auto link = DaemonLink::start(std::move(options));
   if (!link) return;
   lease.link = *std::move(link);
   account.link.store(lease.link.get(), std::memory_order_release);
   // The counts of a process are in the page of its first device.
   if (!page_attached_.exchange(true)) attach_metrics(lease.page->metrics());
+}
+
+void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept try {
+  Lease& lease = *account.lease;
+  Bytes excess;
+  if (ask.tier == TierId::kHbm) {
+    const std::lock_guard lock(account.mutex);
+    lease.ceiling = ask.target;
+    lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
+    excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
+  }
+  if (excess > 0_B && source_.reclaim != nullptr) (void)source_.reclaim(device, excess);
+  Bytes released;
+  if (ask.tier == TierId::kHbm) {
+    const std::lock_guard lock(account.mutex);
+    const Bytes before = lease.lease;
+    lease.lease = std::min(before, std::max(ask.target, Bytes(account.charged.load()) + lease.context));
+    publish(account);
+    // A charge that has come in between has seen the old limit, or is seen here.
+    lease.lease = std::min(before, std::max(lease.lease, Bytes(account.charged.load()) + lease.context));
+    publish(account);
+    released = before - lease.lease;
+  }
+  lease.link->answer(ask, released);
+} catch (...) {  // the daemon takes the process for deaf
 }
 
 void Wall::measure_context(Account& account, int device) {
@@ -203,7 +237,10 @@ std::optional<Bytes> Wall::room(int device) noexcept {
     const ErrnoKept kept;
     const std::lock_guard lock(account.mutex);
     if (account.lease == nullptr) return std::nullopt;
-    return saturating_sub(account.lease->budget, Bytes(account.charged.load()) + account.lease->context);
+    const Lease& lease = *account.lease;
+    const bool less = steady_clock().now() < lease.ceiling_ends;
+    const Bytes most = less ? std::min(lease.budget, std::max(lease.ceiling, lease.lease)) : lease.budget;
+    return saturating_sub(most, Bytes(account.charged.load()) + lease.context);
   } catch (...) {
     return std::nullopt;
   }

@@ -5,6 +5,9 @@
 // comes from the policy, and the lease, which grows with what is charged, from the daemon. Without a daemon
 // the budget is the lease. The context's own bytes, as far as the driver tells them apart, take room too.
 //
+// Asked by the daemon to hold less, the process gives back what it does not use, sends away what can leave
+// the device, and answers with that.
+//
 // A charge within the lease is an addition and a comparison. Nothing here throws or changes errno. A forked
 // child starts from nothing.
 #pragma once
@@ -17,6 +20,7 @@
 #include <optional>
 #include <string>
 
+#include "runtime/clock.hpp"
 #include "runtime/daemon_link.hpp"
 #include "runtime/shared_page.hpp"
 #include "runtime/units.hpp"
@@ -57,7 +61,7 @@ class Wall {
   [[nodiscard]] std::optional<Bytes> room(int device) noexcept;
   [[nodiscard]] Bytes charged(int device) const noexcept;
   [[nodiscard]] Bytes charged_peak(int device) const noexcept;
-  [[nodiscard]] Bytes budget(int device) noexcept;  // zero: no account is open
+  [[nodiscard]] Bytes budget(int device) noexcept;   // zero: no account is open
   [[nodiscard]] Bytes context(int device) noexcept;  // the driver's own, as last measured
   // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
@@ -81,6 +85,8 @@ class Wall {
   struct Lease {
     std::string device;
     Bytes total, budget, lease, context;
+    Bytes ceiling;               // what the daemon has asked to come down to,
+    Nanoseconds ceiling_ends{};  // and until when no more than that, or the lease, is counted on
     std::unique_ptr<SharedPage> page;
     std::unique_ptr<DaemonLink> link;
     bool led = false;  // set_limit() says what it is
@@ -97,7 +103,8 @@ class Wall {
   static bool note_peak(Account& account, std::uint64_t now) noexcept;
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
   [[nodiscard]] bool open(Account& account, int device);
-  void join_daemon(Account& account, Lease& lease);
+  void join_daemon(Account& account, int device, Lease& lease);
+  void hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept;
   void measure_context(Account& account, int device);
   [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
   static void publish(Account& account);

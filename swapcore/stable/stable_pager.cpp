@@ -64,8 +64,7 @@ void StablePager::order_ahead() {
   const Bytes ahead = std::min(options_.bytes_ahead, space_.hbm_budget() / kShareAhead);
   if (now.coming >= ahead) return;
   const PagePlan plan = plan_pages(
-      now.blocks,
-      {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = ahead - now.coming});
+      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = ahead - now.coming});
   // Each behind what makes room for it, and no further: both directions of the link are used at once. A block
   // may have been freed since: then there is nothing to order.
   std::size_t gone = 0;

@@ -96,7 +96,7 @@ class StableSpace {
     bool pinned = false;         // or held
     bool moving = false;         // or ordered to
     bool leaving = false;        // for DDR
-    bool coming = false;       // to HBM
+    bool coming = false;         // to HBM
     bool awaits_room = false;    // ordered to HBM, and has taken none of it yet
   };
   [[nodiscard]] std::vector<View> blocks() const;  // in order of addresses

@@ -62,10 +62,21 @@ void PageCollector::answer(WireConnection& connection) {
   auto asked = connection.receive(std::chrono::milliseconds(0));
   if (!asked) return connection.close();  // poll() passes over it from now on
   if (const auto* request = std::get_if<LeaseRequest>(&asked->message)) {
-    const Bytes granted = std::min(Bytes(request->wanted), hbm_budget_ - leased_);
-    leased_ += granted;
+    // What is pinned is not counted here.
+    const bool hbm = request->tier == static_cast<std::uint32_t>(TierId::kHbm);
+    const Bytes granted =
+        hbm ? std::min(Bytes(request->wanted), hbm_budget_ - leased_) : Bytes(request->wanted);
+    if (hbm) leased_ += granted;
     leased_peak_ = std::max(leased_peak_, leased_);
     (void)connection.send(LeaseGrant{request->tier, 0, granted.count(), leased_.count()}, asked->sequence);
+    if (leased_ < ask_back_at_) return;
+    ask_back_at_ = Bytes(1ULL << 50);
+    hbm_budget_ = target_;
+    (void)connection.send(ShrinkRequest{request->tier, 5000, 1, target_.count()}, 0);
+  } else if (const auto* reply = std::get_if<ShrinkReply>(&asked->message)) {
+    leased_ -= Bytes(reply->released);
+    answered_ += Bytes(reply->released);
+    (void)connection.send(LeaseGrant{reply->tier, 0, 0, leased_.count()}, asked->sequence);
   } else if (const auto* release = std::get_if<Release>(&asked->message)) {
     leased_ -= Bytes(release->bytes);
     released_ += Bytes(release->bytes);

@@ -16,6 +16,10 @@ class PageCollector {
  public:
   explicit PageCollector(Bytes hbm_budget = Bytes(1ULL << 50));
   ~PageCollector();
+  // Once so much HBM is leased, whoever has it is asked to come down to `target`. Before the guest starts.
+  void ask_back_at(Bytes leased, Bytes target) { ask_back_at_ = leased, target_ = target; }
+  // What was given back as an answer to that; after collect().
+  [[nodiscard]] Bytes answered() const { return answered_; }
   [[nodiscard]] const std::string& socket() const { return path_; }
 
   // Ends the service and returns the pages in the order of arrival.
@@ -37,6 +41,7 @@ class PageCollector {
   std::vector<std::unique_ptr<SharedPageReader>> pages_;
   std::vector<std::string> devices_;
   Bytes hbm_budget_, leased_, leased_peak_, released_;
+  Bytes ask_back_at_ = Bytes(1ULL << 50), target_, answered_;
   std::thread thread_;
 };
 

@@ -145,6 +145,29 @@ TEST(PreloadStable, HbmAndDdrFullIsOutOfMemoryAndALineThatHelps) {
   EXPECT_THAT(ended.err, HasSubstr("a larger ddr.budget makes room"));
 }
 
+TEST(PreloadStable, GivesTheDaemonBackWhatItAsksFor) {
+  PageCollector collector(96_MiB);
+  collector.ask_back_at(90_MiB, 80_MiB);
+  const Ended ended = run_guest("shrinks", small({"TERRACE_SOCKET=" + collector.socket()}));
+  collector.collect();
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "allocated"), 1);
+  EXPECT_EQ(value_of(ended, "came down"), 1);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_GE(collector.answered(), 10_MiB) << ended.err;
+}
+
+TEST(PreloadStable, SaysAtTheEndWhatTravelledAndWhatALargerBudgetWouldDo) {
+  const Ended ended = run_guest("twice", small());
+  EXPECT_THAT(ended.err, HasSubstr("device 0: HBM peak 96.0 MiB of 96.0 MiB, DDR peak "));
+  EXPECT_THAT(ended.err, HasSubstr("a step of 32 uses was learned"));
+  EXPECT_THAT(ended.err, HasSubstr("with hbm.budget = \"128MiB\" nothing would have left"));
+  EXPECT_EQ(std::count(ended.err.begin(), ended.err.end(), '\n'), 4) << ended.err;
+  const Ended fits = run_guest("under-kernels", small({"TERRACE_HBM_BUDGET=1GiB"}));
+  EXPECT_EQ(fits.err, "") << "where nothing has left there is nothing to say";
+  EXPECT_EQ(value_of(fits, "wrong"), 0);
+}
+
 // Whichever driver call fails, with whatever: no wrong byte.
 TEST(PreloadStableFaults, EachDriverCallMayFail) {
   const auto run = [](long long nth, int code, const char* how_many) {

@@ -24,7 +24,8 @@ std::optional<DeviceFacts> facts_of(int device) noexcept try {
 
 Bytes reclaim_on(int device, Bytes wanted) noexcept {
   const Bytes unused = stream_pools().trim(DeviceOrdinal{device});
-  return unused + stable_blocks().give_way(DeviceOrdinal{device}, wanted);
+  if (unused >= wanted) return unused;
+  return unused + stable_blocks().give_way(DeviceOrdinal{device}, wanted - unused);
 }
 
 [[gnu::constructor]] void give_the_wall_its_source() { wall().set_source({facts_of, reclaim_on}); }

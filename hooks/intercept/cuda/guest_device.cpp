@@ -170,8 +170,7 @@ void GuestDevice::refund(Bytes size) {
 }
 
 Result<Physical> GuestDevice::create_physical(Bytes size) {
-  if (!charge(size))
-    return Error{.code = Errc::kOutOfMemory, .text = "the lease has no room", .bytes = size};
+  if (!charge(size)) return Error{.code = Errc::kOutOfMemory, .text = "the lease has no room", .bytes = size};
   PhysicalHandle handle = 0;
   const CallResult result = in_context([&] { return driver_.create(&handle, size.count(), &kind_, 0); });
   if (Status created = check("cuMemCreate", result, size); !created) {

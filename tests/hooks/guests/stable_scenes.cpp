@@ -356,6 +356,26 @@ void forked_and_ended() {
   });
 }
 
+// The daemon wants half of it back while the program computes.
+void shrinks() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(15));
+  void* stream = nullptr;
+  cuStreamCreate(&stream, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  int steps = 0;
+  for (; steps < 2000 && (steps < 3 || loopback_used(0) > 80 * kMiB); ++steps) {
+    const std::size_t n = static_cast<std::size_t>(steps) % 14;
+    launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+    blocks.mixed(n, n + 1);
+    cuStreamSynchronize(stream);
+    rest(1);
+  }
+  say("came down", loopback_used(0) <= 80 * kMiB);
+  say("wrong", blocks.wrong());
+}
+
 // With a budget of 72 MiB: four blocks. All of it once, so that each driver call can fail in turn: what the
 // program was told went well has the right bytes.
 void stable_faults() {
@@ -402,6 +422,7 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"threads-own", own_streams_of_threads},
       {"ordered", ordered},
       {"ends", forked_and_ended},
+      {"shrinks", shrinks},
       {"stable-faults", stable_faults},
   };
   return scenes;
