@@ -52,8 +52,8 @@ class ProcessLease {
     bool switched_off = false;  // `terrace off`: nothing is limited
   };
 
-  // The device outlives it. Waits for room that others make, at most 15 s. Errors: kOutOfBudget (the daemon has nothing),
-  // kOutOfMemory.
+  // The device outlives it. Waits for room that others make, at most 15 s. Errors: kOutOfBudget (the daemon
+  // has nothing), kOutOfMemory.
   [[nodiscard]] static Result<std::unique_ptr<ProcessLease>> join(Device& device, Options options);
   ~ProcessLease();
   ProcessLease(const ProcessLease&) = delete;
