@@ -162,9 +162,16 @@ void LinkLeases::note_look(Link& link, Nanoseconds now) {
   for (auto& [uid, board] : link.boards) board.board->note_look(now);
 }
 
+Nanoseconds LinkLeases::Link::next_look() const {
+  const bool idle = std::all_of(members.begin(), members.end(), [](const Member& member) {
+    return member.uses[0].need == 0 && member.uses[1].need == 0;
+  });
+  return looked_at + (idle ? kIdleLook : kLook);
+}
+
 void LinkLeases::look(Nanoseconds now) {
   for (auto& [device, link] : links_) {
-    if (link.members.size() < 2 || now - link.looked_at < kLook) continue;
+    if (link.members.size() < 2 || now < link.next_look()) continue;
     if (measure(link, now)) divide(link);
     note_look(link, now);
   }
@@ -174,7 +181,7 @@ std::optional<Nanoseconds> LinkLeases::due() const {
   std::optional<Nanoseconds> first;
   for (const auto& [device, link] : links_) {
     if (link.members.size() < 2) continue;
-    const Nanoseconds next = link.looked_at + kLook;
+    const Nanoseconds next = link.next_look();
     if (!first || next < *first) first = next;
   }
   return first;

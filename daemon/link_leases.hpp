@@ -35,6 +35,8 @@ struct LinkTerms {
 class LinkLeases {
  public:
   static constexpr Nanoseconds kLook = std::chrono::milliseconds(20);
+  // While nobody copies: then everybody may use all, and who begins is seen by then.
+  static constexpr Nanoseconds kIdleLook = 10 * kLook;
   // Who was held back so long ago still needs all that it can get.
   static constexpr Nanoseconds kFresh = 3 * kLook;
 
@@ -83,6 +85,7 @@ class LinkLeases {
     std::map<uid_t, Board> boards;
     std::vector<Member> members;
     Nanoseconds looked_at{0};
+    [[nodiscard]] Nanoseconds next_look() const;
   };
 
   [[nodiscard]] static std::optional<std::size_t> take_slot(Board& board);

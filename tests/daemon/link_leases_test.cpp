@@ -185,6 +185,20 @@ TEST(LinkLeases, WhoIsAloneOnItsDeviceHasTheWholeLinkAndNobodyLooks) {
   EXPECT_TRUE(node.links().due());
 }
 
+TEST(LinkLeases, WhereNobodyCopiesTheDaemonLooksSeldomAndEverybodyMayUseAll) {
+  Node node;
+  node.start("a", 0);
+  node.start("b", 0);
+  node.pass(40);  // what the first did alone is forgotten
+  const Nanoseconds next = *node.links().due();
+  node.pass(static_cast<int>((next - node.now()) / LinkLeases::kLook));
+  EXPECT_EQ(*node.links().due(), next + LinkLeases::kIdleLook);
+  for (const Process& process : node.processes()) EXPECT_EQ(process.page().usable[0], kLinkWhole);
+  node.processes()[1].wants = 0.2;
+  node.pass(10);
+  EXPECT_LE(*node.links().due(), node.now() + LinkLeases::kLook);
+}
+
 TEST(LinkLeases, TwoWhoWantAllHaveHalfAndTheRestOfWhoStops) {
   Node node;
   node.start("a", 1);

@@ -6,6 +6,7 @@
 
 #include "daemon/observer.hpp"
 #include "runtime/copy_engine.hpp"
+#include "swapcore/session.hpp"
 #include "tests/daemon/process.hpp"
 #include "tests/daemon/running_server.hpp"
 #include "tests/paths.hpp"
@@ -87,6 +88,27 @@ TEST_F(SharingTest, CopiesFollowTheirLeaseAndGoOnWithoutADaemon) {
   }));
   server.reset();
   EXPECT_TRUE(eventually([&] { return cap() == 0; })) << "what a dead daemon wrote binds nobody";
+}
+
+TEST_F(SharingTest, ASessionHasASeatForItsDevicesCopies) {
+  RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});
+  const auto device = open_emulated_device({.capacity = 16_MiB}).value();
+  const Stream compute = *device->create_stream(StreamPriority::kNormal);
+  Policy policy;
+  policy.hbm.budget = Amount::of(8_MiB);
+  policy.hbm.reserve = Amount::of(0_B);
+  ::setenv("TERRACE_SOCKET", socket_.c_str(), 1);
+  {
+    auto session = Session::open(*device, {.policy = policy, .job = "a", .compute = compute});
+    ::unsetenv("TERRACE_SOCKET");
+    ASSERT_TRUE(session.ok()) << session.error().text;
+    const auto seat = device->link_time().seat();
+    EXPECT_TRUE(seat.shared);
+    EXPECT_EQ(seat.own().usable[0].load(), kLinkWhole);
+    EXPECT_TRUE(device->link_time().anybody_listens());
+  }
+  EXPECT_FALSE(device->link_time().seat().shared);
+  device->destroy_stream(compute);
 }
 
 TEST_F(SharingTest, ASuccessorDividesTheLinkAnew) {

@@ -1,5 +1,6 @@
-// A client's metrics page, header and slots, and its Hello: whatever they hold, the daemon's status stays
-// valid JSON of bounded length, and a page that is not one is refused.
+// A client's metrics page, header and slots, its Hello, and the board of its device's link: whatever they
+// hold, the daemon's status stays valid JSON of bounded length, no link is leased twice, and a page that is
+// not one is refused.
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 
 #include "daemon/client_registry.hpp"
 #include "daemon/status_json.hpp"
+#include "runtime/link_time.hpp"
 #include "tests/fuzz/target.hpp"
 
 using namespace terrace;
@@ -29,6 +31,32 @@ Hello hello_from(std::span<const std::uint8_t> input) {
   std::memcpy(static_cast<void*>(&hello), input.data(), std::min(input.size(), sizeof hello));
   hello.role = Role::kClient;
   return hello;
+}
+
+// The input writes the board that two clients of one device share, its header too where its first byte says
+// so. Neither the daemon nor the other client believes it beyond what makes sense.
+void check_link(ClientRegistry& registry, const LinkLeases::Seat& seat, std::span<const std::uint8_t> input) {
+  const off_t at = input[0] % 8 == 1 ? 0 : 64;
+  if (::pwrite(seat.fd, input.data(), input.size(), at) < 0) return;
+  const Nanoseconds now = steady_clock().now();
+  for (int look = 1; look <= 3; ++look) registry.look(now + look * LinkLeases::kLook);
+  LinkAmounts leased{};
+  for (const auto& record : registry.view(ClientRegistry::Ended::kLeftOut).live) {
+    for (std::size_t d = 0; d < kLinkDirections; ++d) leased[d] += record.link[d];
+  }
+  for (const std::uint32_t sum : leased) HOLDS(sum <= kLinkWhole);
+  auto board = LinkBoard::open(OwnedFd(::dup(seat.fd)));
+  if (!board) {
+    HOLDS(board.error().code == Errc::kProtocol);
+    return;
+  }
+  LinkTime link;
+  link.take_seat(*std::move(board), seat.slot);
+  LinkView view(link, input[0] % kLinkDirections);
+  const double usable = view.usable(now);
+  HOLDS(usable >= LinkView::kLeast && usable <= 1);
+  (void)view.collective_runs(now);
+  HOLDS(!view.collective_runs(now + LinkView::kLongestCollective));
 }
 
 void check_status(const ClientRegistry::View& view, std::uint64_t run) {
@@ -60,6 +88,12 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const LeaseRequest request{.tier = static_cast<std::uint32_t>(TierId::kDdr), .wanted = hello.capacity};
   const auto grant = registry.request(joined->client, request, LeaseBook::Time(0));
   HOLDS(grant.leased <= 1_GiB);
+  auto second = SharedPage::create("second");
+  HOLDS(second.ok());
+  auto second_reader = SharedPageReader::open(::dup((*second)->fd()));
+  const auto neighbour = registry.join(hello, process, std::move(*second_reader));
+  HOLDS(neighbour.ok() && joined->link_seat.has_value());
+  check_link(registry, *joined->link_seat, input);
   check_status(registry.view(), 0);
   registry.leave(joined->client);
   check_status(registry.view(), hello.run);
