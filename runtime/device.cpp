@@ -4,7 +4,7 @@
 
 namespace terrace {
 
-Device::Device() : link_time_(std::make_unique<LinkTime>()) {}
+Device::Device() : own_link_time_(std::make_unique<LinkTime>()), link_time_(own_link_time_.get()) {}
 Device::~Device() = default;
 
 const char* name_of(Direction direction) {

@@ -187,6 +187,8 @@ class Device {
 
   // How this process shares the device's link with others.
   [[nodiscard]] LinkTime& link_time() const { return *link_time_; }
+  // Of somebody else in the process, who has the seat; outlives the device. Before anything copies.
+  void share_link_time(LinkTime& link) { link_time_ = &link; }
 
  protected:
   // A stream has ended: alive() says so already.
@@ -194,7 +196,8 @@ class Device {
 
  private:
   std::atomic<std::uint64_t> streams_ended_{0};
-  const std::unique_ptr<LinkTime> link_time_;
+  const std::unique_ptr<LinkTime> own_link_time_;
+  LinkTime* link_time_;
 };
 
 struct EmulatedOptions {

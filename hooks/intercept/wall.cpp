@@ -124,6 +124,7 @@ void Wall::join_daemon(Account& account, int device, Lease& lease) {
   options.device = lease.device;
   options.capacity = lease.total;
   options.patience = kPatience;
+  options.link_time = link_time(device);
   options.holdings = [&account] {
     DaemonLink::Holdings held{};
     held[static_cast<std::size_t>(TierId::kHbm)] = Bytes(account.charged.load());
@@ -320,6 +321,17 @@ bool Wall::switched_off(int device) const noexcept {
   if (device < 0 || device >= kMostDevices) return false;
   const DaemonLink* link = accounts_[static_cast<std::size_t>(device)].link.load(std::memory_order_acquire);
   return link != nullptr && link->passthrough();
+}
+
+LinkTime* Wall::link_time(int device) noexcept {
+  if (device < 0 || device >= kMostDevices) return nullptr;
+  std::atomic<LinkTime*>& known = accounts_[static_cast<std::size_t>(device)].link_time;
+  LinkTime* link = known.load(std::memory_order_acquire);
+  if (link != nullptr) return link;
+  auto* const made = new (std::nothrow) LinkTime;
+  if (made == nullptr || known.compare_exchange_strong(link, made)) return made;
+  delete made;
+  return link;
 }
 
 // The parent's lease stays its own; what held its locks does not exist here.

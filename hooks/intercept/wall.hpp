@@ -22,6 +22,7 @@
 
 #include "runtime/clock.hpp"
 #include "runtime/daemon_link.hpp"
+#include "runtime/link_time.hpp"
 #include "runtime/shared_page.hpp"
 #include "runtime/units.hpp"
 
@@ -65,6 +66,8 @@ class Wall {
   [[nodiscard]] Bytes context(int device) noexcept;  // the driver's own, as last measured
   // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
+  // Of the device's link, with the seat of the account's lease; never destroyed. Null: no memory.
+  [[nodiscard]] LinkTime* link_time(int device) noexcept;
   // `terrace off` has reached this process: nothing is refused any more. Wait-free.
   [[nodiscard]] bool switched_off(int device) const noexcept;
 
@@ -98,6 +101,7 @@ class Wall {
     std::mutex mutex;                              // the next two
     Lease* lease = nullptr;                        // never destroyed: calls come while static objects go
     std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
+    std::atomic<LinkTime*> link_time{nullptr};     // made by the first who asks
     bool unknown = false;                          // nobody can tell about this device: its bytes pass
   };
   static bool note_peak(Account& account, std::uint64_t now) noexcept;

@@ -71,6 +71,18 @@ TEST_F(CopyLinkTest, TheLeaseIsTheCapOfEachDirectionAndFollowedLive) {
   EXPECT_EQ(engine_->cap(Direction::kD2H), 0);
 }
 
+TEST_F(CopyLinkTest, ADeviceMayShareTheSeatOfSomebodyElseInTheProcess) {
+  LinkTime of_the_process;
+  const auto device = EmulatedDevice::create({.capacity = 1_MiB}).value();
+  device->share_link_time(of_the_process);
+  const auto engine = CopyEngine::create(*device).value();
+  board_->note_look(steady_clock().now());
+  own().usable[1] = kLinkWhole / 2;
+  of_the_process.take_seat(board_, 4);
+  engine->set_cap(Direction::kD2H, 0);  // looks
+  EXPECT_DOUBLE_EQ(engine->cap(Direction::kD2H), kRate / 2);
+}
+
 TEST_F(CopyLinkTest, WhoIsHeldBackByItsLeaseSaysSoAndWhatItSpent) {
   take_seat(1);  // the least there is: a chunk of 64 KiB owes 2 ms
   std::promise<void> done;

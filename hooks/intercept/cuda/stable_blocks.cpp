@@ -112,6 +112,7 @@ std::unique_ptr<DeviceBlocks> StableBlocks::make(ContextHandle context, DeviceOr
     if ((peers_[static_cast<std::size_t>(ordinal)] >> other & 1) != 0) (void)made->device->grant(other);
   }
   made->shared = peers_[static_cast<std::size_t>(ordinal)] != 0;
+  if (LinkTime* const link = wall().link_time(ordinal)) made->device->share_link_time(*link);
   auto copies = CopyEngine::create(*made->device);
   if (!copies) return refused(copies.error());
   made->copies = *std::move(copies);
