@@ -45,6 +45,13 @@ class CopyCap {
     refill(now);
     level_ -= static_cast<double>(size.count());
   }
+  // The same, but the debt grows to what `longest` pays off at most.
+  void spend_within(Bytes size, Nanoseconds longest, Nanoseconds now) {
+    if (rate_ <= 0) return;
+    refill(now);
+    level_ =
+        std::max(level_ - static_cast<double>(size.count()), std::min(level_, -rate_ * seconds_of(longest)));
+  }
 
  private:
   [[nodiscard]] double burst() const { return rate_ * seconds_of(kBurst); }

@@ -14,6 +14,9 @@ constexpr Bytes kTelling = 1_MiB;
 // Background copies give way to collectives for so long before each chunk: a floor of several GB/s with whole
 // chunks, however many collectives there are, and whether or not who announced one still lives.
 constexpr Nanoseconds kLongestYield = std::chrono::milliseconds(10);
+// What urgent copies beyond a lease cost background ones at most at a time: however much is urgent, some
+// spills go out before somebody waits for them.
+constexpr Nanoseconds kLongestDebt = std::chrono::milliseconds(50);
 // Between two looks whether a collective has ended. Nobody may be asked to wake others for it.
 constexpr Nanoseconds kCollectiveLook = std::chrono::microseconds(500);
 
@@ -212,7 +215,10 @@ Status CopyQueue::send(LaneId lane_id, const CopyJobRef& job, Bytes most, const 
   job->ready = nullptr;
   job->rest -= size;
   if (job->priority == CopyPriority::kBackground) held_bytes_ -= size;
-  cap_.spend(size, now());
+  if (lease_limits_ && lane_id != kBackgroundLane)
+    cap_.spend_within(size, kLongestDebt, now());
+  else
+    cap_.spend(size, now());
   if (job->given_out) metrics().add<Metric::kTransferBytes>(parts_.direction, job->reason, size);
   if (job->rest == 0_B) unhold(job);
   return {};

@@ -72,7 +72,8 @@ double LinkView::usable(Nanoseconds now) {
   refresh();
   if (!seat_.shared) return 1;
   const Nanoseconds looked = seat_.board->looked_at();
-  if (looked > now || looked < now - kStale) return 1;
+  // The daemon may have looked since `now` was read.
+  if (looked > now + kStale || looked < now - kStale) return 1;
   const std::uint32_t part = seat_.own().usable[direction_].load(std::memory_order_relaxed);
   return std::clamp(static_cast<double>(part) / kLinkWhole, kLeast, 1.0);
 }

@@ -62,6 +62,19 @@ TEST(CopyCap, ANewRateKeepsTheDebtAndNoRateForgivesIt) {
   EXPECT_TRUE(cap.open(kStart));
 }
 
+TEST(CopyCap, WhatMayNotWaitOwesALittleAtMost) {
+  CopyCap cap;
+  Nanoseconds now = seconds(1);
+  cap.set_rate(1e6, now);
+  constexpr Nanoseconds kLongest = std::chrono::milliseconds(50);
+  for (int i = 0; i < 100; ++i) cap.spend_within(Bytes(1000000), kLongest, now);
+  EXPECT_EQ(cap.opens_at(now), now + kLongest);
+  cap.spend(Bytes(1000000), now);
+  EXPECT_EQ(cap.opens_at(now), now + kLongest + seconds(1));
+  cap.spend_within(Bytes(1000), kLongest, now);
+  EXPECT_EQ(cap.opens_at(now), now + kLongest + seconds(1)) << "a larger debt stays";
+}
+
 TEST(CopyCap, TheSmallestRateDoesNotOverflowTheClock) {
   CopyCap cap;
   cap.set_rate(1e-9, kStart);
