@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Real training scripts under `terrace run`: the same bits, how much a budget costs, and that no budget costs nothing.
+
+Parts: bits (losses with and without Terrace), pressure (paired with the same script without limits, beside the floor
+of the link), idle (no pressure, interleaved pairs). The scripts are those of bench/clients/, or of --clients DIR under
+the same names. --device emulated and --quick try all of it out on a CPU with tiny models.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+GPT, MOE = "gpt_checkpointed.py", "hf_moe_finetune.py"
+MODES = {  # what the scripts are asked for
+    "gpt-plain": (GPT, ["--mode", "plain"]),
+    "gpt-checkpoint": (GPT, ["--mode", "checkpoint"]),
+    "gpt-save_on_cpu": (GPT, ["--mode", "save_on_cpu"]),
+    "moe": (MOE, ["--no-checkpoint"]),
+    "moe-checkpoint": (MOE, []),
+    "moe-lora": (MOE, ["--lora", "--no-checkpoint"]),
+}
+# (case, budget in GiB, as a share of the script's peak in a quick run, where optimizer state is)
+PRESSURE = (("gpt-plain", 48, 0.83, "hbm"), ("gpt-plain", 40, 0.69, "ddr"), ("gpt-plain", 28, 0.49, "ddr"),
+            ("moe", 68, 0.88, "hbm"), ("moe", 62, 0.80, "hbm"))
+EMULATED_LINK = 8e9  # bytes a second, each direction: hooks/c_abi/stash_abi.cpp
+QUICK = {GPT: "--layers 3 --dim 128 --heads 4 --batch 8 --seq 128 --vocab 256 --steps 3 --warmup 2".split(),
+         MOE: "--layers 2 --hidden 128 --experts 4 --top-k 2 --moe-intermediate 128 --batch 4 --seq 128 --vocab 512 --steps 4 "
+              "--warmup 2".split()}
+
+
+def print_row(case, system, metric, value, unit, floor=None):
+    row = {"bench": "preload", "case": case, "system": system, "metric": metric, "value": value, "unit": unit, "floor": floor}
+    print(json.dumps(row), flush=True)
+
+
+def floor_seconds(times, absent, state, rates, parts=64):
+    """The least time of a step with `absent` bytes away at its peak, by the link alone: docs/benchmarks.md.
+
+    Of the `state` bytes that the optimizer keeps, c may leave and d return during the update instead of in the passes.
+    """
+    best = None
+    most = min(absent, state)
+    for c in (most * i / parts for i in range(parts + 1)):
+        for d in (most * i / parts for i in range(parts + 1)):
+            whole = (max(times["forward"], (absent - c) / rates["d2h"]) + max(times["backward"], (absent - d) / rates["h2d"])
+                     + max(times["update"], c / rates["d2h"], d / rates["h2d"], (c + d) / rates["both"]))
+            best = whole if best is None else min(best, whole)
+    return best
+
+
+class Bench:
+    def __init__(self, options, folder):
+        self.options, self.folder = options, Path(folder)
+        self.clients = options.clients or ROOT / "bench" / "clients"
+        self.python = options.python
+        self.quick = options.quick or options.device == "emulated"
+        self.bad = False
+        self.last_ms = 0.0  # of a step under Terrace
+
+    def policy(self, budget, tier):
+        path = self.folder / "policy.toml"
+        path.write_text(f'version = 1\n[hbm]\nbudget = "{int(budget) >> 10}KiB"\nreserve = "0"\n[optimizer]\ntier = "{tier}"\n')
+        return path
+
+    def run(self, case, more=(), budget=None, tier="hbm", phases=False):
+        """What the script printed, as dictionaries in one; {} and a word on stderr where it failed."""
+        script, arguments = MODES[case]
+        command = [self.python]
+        if phases:
+            command.append(str(ROOT / "bench" / "clients" / "phases.py"))
+        command += [str(self.clients / script), *arguments, *(QUICK[script] if self.quick else []), *more]
+        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONDONTWRITEBYTECODE": "1"}
+        if budget is not None:
+            command = [str(self.options.build / "bin" / "terrace"), "run", "--socket", str(self.folder / "s"), "--listen",
+                       "127.0.0.1:0", "--allocator", self.options.allocator, "--policy", str(self.policy(budget, tier)), "--",
+                       *command]
+            if self.options.device == "emulated":
+                environment["TERRACE_TORCH_DEVICE"] = "emulated"
+        ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
+        said = {}
+        for line in ended.stdout.splitlines():
+            if line.startswith("{"):
+                said.update(json.loads(line))
+        if ended.returncode != 0 or "losses" not in said:
+            print(f"preload: {case} failed with exit code {ended.returncode}: {' '.join(command)}", file=sys.stderr)
+            self.bad = True
+            return {}
+        return said
+
+    def peak(self, case, more=()):
+        """(all that phases.py says without limits, peak in bytes)"""
+        unlimited = (1 << 40) if self.options.device != "emulated" else (2 << 30)
+        plain = self.run(case, more, phases=True)
+        if plain and plain["peak_bytes"] is None:  # nobody knows it on a CPU but the plugin
+            plain["peak_bytes"] = self.run(case, more, unlimited, phases=True).get("peak_bytes")
+        return plain, plain.get("peak_bytes")
+
+    # ------------------------------------------------------------ parts
+
+    def bits(self):
+        for case in self.chosen(MODES):
+            sizes = [("", [])] if self.quick else [("@4-layers", ["--layers", "4"]), ("", [])]
+            for name, more in sizes:
+                more = [*more, "--deterministic"]
+                plain, peak = self.peak(case, more)
+                if not peak:
+                    continue
+                shares = (200, 80, 60, 40) if name or self.quick else (60,)
+                for share in shares:
+                    tier = "ddr" if share <= 60 else "hbm"
+                    got = self.run(case, more, peak * share // 100, tier)
+                    same = bool(got) and got["losses"] == plain["losses"]
+                    self.bad = self.bad or not same
+                    print_row(f"{case}{name}@{share}%", "terrace", "losses_equal", int(same), "bool")
+
+    def pressure(self):
+        for case, gib, share, tier in PRESSURE:
+            if case not in self.chosen(MODES):
+                continue
+            plain, peak = self.peak(case)
+            if not peak:
+                continue
+            budget = int(peak * share) if self.quick else gib * GIB
+            name = f"{case}@{int(share * 100)}%" if self.quick else f"{case}@{gib}GiB"
+            rates = plain["rates"] or {"d2h": EMULATED_LINK, "h2d": EMULATED_LINK, "both": 2 * EMULATED_LINK}
+            times = {phase: ms / 1e3 for phase, ms in plain["times"].items()}
+            whole = sum(times.values())
+            floor = max(1.0, floor_seconds(times, max(0, peak - budget), plain["state_bytes"], rates) / whole)
+            ratio, same = self.pairs(case, self.options.pairs or 3, budget, self.options.tier or tier)
+            if ratio is None:
+                continue
+            print_row(name, "terrace", "step_time_ratio", ratio, "ratio", floor)
+            print_row(name, "terrace", "ratio_to_floor", ratio / floor, "ratio")
+            print_row(name, "terrace", "losses_equal", int(same), "bool")
+            if case == "gpt-plain" and gib == 28:
+                peer = self.run("gpt-save_on_cpu")
+                if peer:
+                    print_row(name, "save_on_cpu", "ms_per_step", peer["ms_per_step"], "ms")
+                    print_row(name, "terrace", "ms_per_step", self.last_ms, "ms", floor * plain["ms_per_step"])
+
+    def idle(self):
+        for case in self.chosen(("gpt-plain", "gpt-checkpoint", "moe", "moe-checkpoint")):
+            _, peak = self.peak(case)
+            if peak:
+                ratio, _ = self.pairs(case, self.options.pairs or 30, peak * 2, "hbm")
+                if ratio is not None:
+                    print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio, "ratio", 1.0)
+
+    def pairs(self, case, count, budget, tier):
+        """(median ratio of the steps, whether all losses were equal), of runs that take turns at being first."""
+        ratios, same = [], True
+        for turn in range(count):
+            order = (None, budget) if turn % 2 == 0 else (budget, None)
+            got = {limit: self.run(case, ["--deterministic"] if self.options.deterministic else [], limit, tier)
+                   for limit in order}
+            if not all(got.values()):
+                return None, False
+            ratios.append(got[budget]["ms_per_step"] / got[None]["ms_per_step"])
+            self.last_ms = got[budget]["ms_per_step"]
+            same = same and got[budget]["losses"] == got[None]["losses"]
+        return statistics.median(ratios), same
+
+    def chosen(self, cases):
+        return [case for case in cases if self.options.case in (None, case)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--build", required=True, type=Path)
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "emulated"])
+    parser.add_argument("--clients", type=Path, help="folder with the two scripts instead of bench/clients")
+    parser.add_argument("--python", default=sys.executable, help="that has PyTorch, and transformers for the moe cases")
+    parser.add_argument("--allocator", default="native", choices=["native", "terrace"])
+    parser.add_argument("--part", choices=["bits", "pressure", "idle"], help="one part; all where none is named")
+    parser.add_argument("--case", choices=list(MODES), help="one script in one mode")
+    parser.add_argument("--tier", choices=["hbm", "ddr"], help="of optimizer state in the pressure rows, instead of each row's own")
+    parser.add_argument("--pairs", type=int, help="3 under pressure and 30 without, where none is given")
+    parser.add_argument("--deterministic", action="store_true", help="in the pairs too")
+    parser.add_argument("--quick", action="store_true", help="tiny models, budgets as shares of their peaks")
+    options = parser.parse_args()
+    missing = [name for name in (GPT, MOE) if options.clients and not (options.clients / name).is_file()]
+    if missing:
+        parser.error(f"--clients: {options.clients} has no {missing[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, folder)
+        for part in ("bits", "pressure", "idle"):
+            if options.part in (None, part):
+                getattr(bench, part)()
+    return 1 if bench.bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
