@@ -7,13 +7,15 @@ import io
 import os
 import tempfile
 import unittest
+from unittest import mock
 
 import torch
 from torch import nn
 
 import models
 from terrace.torch.parameters import Parameters
-from terrace.torch.torch_versions import data_of, gradient_of
+from terrace.torch.streams import HostStreams
+from terrace.torch.torch_versions import data_of, gradient_of, storage_of
 
 WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH * 4  # bytes
@@ -70,6 +72,10 @@ def train(model, optimizer, steps=3, between=lambda model, optimizer, step: None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return seen + whole_weights(model)
+
+
+def lambda_free(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
 def adamw(model):
@@ -194,6 +200,49 @@ class Gradients(unittest.TestCase):
         self.assertNotIn("grad", vars(nn.Parameter))
         self.assertTrue(all(p.grad.numel() == WIDTH * WIDTH for p in model.parameters()))
         self.assertFalse(any(p._backward_hooks for p in model.parameters()))
+
+
+class Captures(unittest.TestCase):
+    """A capture is only played here: what a graph would refer to is whole before, and never moves afterwards."""
+
+    def test_what_a_graph_refers_to_stays(self):
+        def run(during):
+            model = layers()
+            optimizer = adamw(model)
+            seen = train(model, optimizer, 2)
+            with during(model, optimizer):
+                model(BATCH).pow(2).mean().backward()
+                optimizer.step()
+            seen += [p.grad.clone() for p in model.parameters()]
+            model(BATCH).pow(2).mean().backward()
+            return seen + [p.grad for p in model.parameters()] + whole_weights(model)
+
+        plain = run(lambda *_: contextlib.nullcontext())
+
+        @contextlib.contextmanager
+        def capture(model, optimizer):
+            plugin._before_capture()
+            with mock.patch.object(HostStreams, "is_capturing", lambda: True):
+                before = dict(ledger(plugin).states.moved)
+                yield
+                self.assertEqual(dict(ledger(plugin).states.moved), before)
+            addresses.extend(p.grad.data_ptr() for p in model.parameters())
+            addresses.extend(v.data_ptr() for values in optimizer.state.values() for v in values.values()
+                             if isinstance(v, torch.Tensor))
+            held.extend((model, optimizer))
+
+        for share in (100, 300):
+            addresses, held = [], []
+            with budget(WEIGHTS * share // 100, gradients="ddr") as plugin:
+                self.assertTrue(models.same(run(capture), plain))
+                model, optimizer = held
+                model(BATCH).sum().backward()
+                ledger(plugin).states.release(True)
+                now = [gradient_of(p).data_ptr() for p in model.parameters()]
+                now += [v.data_ptr() for values in optimizer.state.values() for v in values.values()
+                        if isinstance(v, torch.Tensor)]
+                self.assertEqual(now, addresses)
+                self.assertEqual((away(model), plugin.weights.stay), (0, "captured"))
 
 
 class Weights(unittest.TestCase):
@@ -337,6 +386,18 @@ class Weights(unittest.TestCase):
 
         self.check(run, 100)
 
+    def test_memory_that_was_a_weights_is_nobodys(self):
+        with budget(WEIGHTS) as plugin:
+            model = layers()
+            model(BATCH)
+            weight = model[-1].weight
+            was = storage_of(data_of(weight))
+            weight.data = torch.ones(WIDTH, WIDTH)
+            # As an allocator may give it to a tensor that is saved next.
+            again = torch.empty(0).set_(was).view(WIDTH, WIDTH)
+            self.assertIsNone(plugin.weights.pack(again))
+            self.assertIsNotNone(plugin.weights.pack(model[-1].weight.t()))
+
     def test_lists_of_their_own_keep_weights_here(self):
         def run():
             torch.manual_seed(0)
@@ -348,6 +409,16 @@ class Weights(unittest.TestCase):
             return train(holder, adamw(holder))
 
         self.check(run, 190)
+
+    def test_traced_modules_keep_theirs_and_scripted_functions_change_nothing(self):
+        with budget(WEIGHTS) as plugin:
+            model = layers()
+            torch.jit.script(lambda_free)
+            self.assertIsNone(plugin.weights.stay)
+            plain = model(BATCH)
+            traced = torch.jit.trace(model, BATCH)
+            self.assertEqual((away(model), plugin.weights.stay), (0, "compiled"))
+            self.assertTrue(torch.equal(traced(BATCH), plain))
 
     @unittest.skipUnless(hasattr(torch, "compile"), "this PyTorch does not compile")
     def test_compiled_modules_keep_theirs(self):

@@ -7,7 +7,7 @@ import torch
 
 
 class FixedBudget:
-    """A number of bytes, as the policy's [checkpoint] budget says, within the lease. `memory`: what PyTorch's allocator
+    """A number of bytes, as a program says, within the lease. `memory`: what PyTorch's allocator
     says of the device; None: nobody says, and what is known of is all."""
 
     def __init__(self, nbytes, lease, memory=None):
@@ -89,7 +89,7 @@ class DeviceBudget:
     In forward everything else counts with the most it was in the last round's forward, so that a round has one limit
     from its first save on. In backward, where gradients take the place of what was saved, it counts as it is. Between
     two readings operators hold memory that nobody saw: the largest such amount, known where a round set a new peak,
-    stays free.
+    stays free. `most`: saved tensors hold no more, whatever is left.
     """
 
     READ_EVERY = 64 << 20  # bytes saved or read: asking the allocator takes microseconds
@@ -97,7 +97,8 @@ class DeviceBudget:
     LEAST = 0.05  # of the budget: with less room for saved tensors, others make room
     UNSEEN_AT_FIRST = 0.08  # of the budget, until a round has shown it
 
-    def __init__(self, memory, lease, read_every=READ_EVERY):
+    def __init__(self, memory, lease, most=1 << 62, read_every=READ_EVERY):
+        self._most = most
         self._memory = memory
         self._lease = lease
         self._read_every = read_every
@@ -114,6 +115,9 @@ class DeviceBudget:
         self._since += nbytes
 
     def limit(self, held, states, in_backward):
+        return min(self._most, self._left(held, states, in_backward))
+
+    def _left(self, held, states, in_backward):
         nbytes = self._lease.limit()
         if self._since >= self._read_every:
             self._since = 0
@@ -140,11 +144,11 @@ class DeviceBudget:
 
     def room(self, held, states):
         self._since = self._read_every
-        return max(0, self.limit(held, states, True) + states - held)
+        return max(0, self._left(held, states, True) + states - held)
 
     def is_short(self, held, states, nbytes, working):
         self._since = self._read_every
-        room = self.limit(held, states, True) - nbytes
+        room = self._left(held, states, True) - nbytes
         return room < max(working, int(self._lease.limit() * self.LEAST))
 
     def begin_round(self):

@@ -132,11 +132,14 @@ class Gradients:
                 set_gradient(parameter, None)
 
     def _before(self, parameter):
+        ledger = self._ledger_of(parameter.device)
+        if ledger is not None and ledger.is_capturing():
+            parameter._terrace_gradient_stays = True  # a graph writes it where it is
+            return
         self.whole(parameter)
         waiting = getattr(self._accumulated, "list", None)
         if waiting is None:
             waiting = self._accumulated.list = []
-        ledger = self._ledger_of(parameter.device)
         if ledger is not None and waiting:
             with ledger.lock:
                 coming = max(ledger.reserve, COMING * parameter.numel() * parameter.element_size())
@@ -151,6 +154,8 @@ class Gradients:
         for parameter in parameters:
             gradient = gradient_of(parameter)
             if gradient is None or parameter.device != ledger.device or _references(parameter) > self._nobody_else + 1:
+                continue
+            if getattr(parameter, "_terrace_gradient_stays", False):
                 continue
             if self._may_move(gradient) and not ledger.states.moves(id(gradient)):
                 ledger.states.send(gradient, GradientOf(parameter, gradient), FOR_GRADIENT, keeps=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 ABI = 1
 OUT_OF_BUDGET, OUT_OF_MEMORY = 1, 2
 FOR_ACTIVATION, FOR_OPTIMIZER, FOR_GRADIENT, FOR_WEIGHTS = 0, 1, 2, 3
-UNLIMITED = 2**64 - 1
 
 
 class TerraceError(RuntimeError):

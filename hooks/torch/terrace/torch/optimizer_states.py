@@ -31,6 +31,7 @@ class OptimizerStates:
         self.make_room = lambda nbytes, keys: None  # so many bytes more, beside the tensors with these keys
         self.update_room = lambda: None  # bytes of HBM for state while an update runs; None: as many as it takes
         self.seen = weakref.WeakSet()  # optimizers
+        self._captured = weakref.WeakSet()
         self._originals = {}
         self._wrapped = []  # (class, its own step)
 
@@ -73,6 +74,9 @@ class OptimizerStates:
 
         @functools.wraps(original)  # with PyTorch's own marks
         def step(optimizer, *args, **kwargs):
+            if any(ledger.is_capturing() for ledger in self._open()):
+                self._captured.add(optimizer)  # all was whole when the capture began, and stays where it is
+                return original(optimizer, *args, **kwargs)
             self.before_step()
             try:
                 runs = self._runs(optimizer, args, kwargs)
@@ -114,7 +118,7 @@ class OptimizerStates:
 
     def _runs(self, optimizer, args, kwargs):
         """Parameters in runs: two runs at a time have room, one at work and one on its way."""
-        if not self.tier_is_ddr or not may_slice(optimizer, args, kwargs):
+        if not self.tier_is_ddr or optimizer in self._captured or not may_slice(optimizer, args, kwargs):
             return []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         absent = self._absent()
@@ -173,7 +177,7 @@ class OptimizerStates:
 
     def _send(self, optimizer, parameters):
         """State of these parameters begins to leave; of all whose state is here, where none are named."""
-        if not self.tier_is_ddr:
+        if not self.tier_is_ddr or optimizer in self._captured:
             return
         chosen = None if parameters is None else {id(p) for p in parameters}
         travelling = {one.key for ledger in self._open() for one in ledger.states.leaving + ledger.states.back}

@@ -10,7 +10,7 @@ from . import report
 from .budget import DeviceBudget, FixedBudget, KnownMemory, TorchMemory
 from .gradients import Gradients
 from .lease import Lease
-from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, UNLIMITED, Stash, TerraceError
+from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, Stash, TerraceError
 from .optimizer_states import OptimizerStates
 from .parameters import Parameters
 from .residency import Ledger
@@ -74,8 +74,8 @@ class Plugin:
         self.saved.install()
         self._wrappers.threads_begin_with(self.saved.install)
         self._wrappers.transforms_without(self.saved)
-        self._wrappers.before_compiling(lambda: self.weights.end("compiled"))
-        self._wrappers.before_capture(lambda: self.weights.end("captured"))
+        self._wrappers.before_weights_are_read_elsewhere(self.weights.end)
+        self._wrappers.before_capture(self._before_capture)
 
     def stop(self):
         self.states.bring_all()
@@ -142,13 +142,11 @@ class Plugin:
         lease = Lease(stash)
         on_gpu = self._kind == "cuda"
         memory = TorchMemory(device) if on_gpu else KnownMemory(lambda: self._known_bytes(device))
-        if settings.saved_budget is not None or budgets.activations != UNLIMITED:
-            nbytes = budgets.activations if settings.saved_budget is None else settings.saved_budget
-            budget = FixedBudget(nbytes, lease, memory if on_gpu else None)
-        elif on_gpu:
-            budget = DeviceBudget(memory, lease)
+        if settings.saved_budget is not None:
+            budget = FixedBudget(settings.saved_budget, lease, memory if on_gpu else None)
         else:
-            budget = DeviceBudget(memory, lease, min(DeviceBudget.READ_EVERY, budgets.hbm >> 6))
+            read_every = DeviceBudget.READ_EVERY if on_gpu else min(DeviceBudget.READ_EVERY, budgets.hbm >> 6)
+            budget = DeviceBudget(memory, lease, budgets.activations, read_every)
         ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
         ledger.memory = memory
         self._ledgers[device] = ledger
@@ -174,6 +172,14 @@ class Plugin:
                 storage = storage_of(torch.Tensor.detach(tensor))
                 storages[storage._cdata] = storage.nbytes()
         return sum(storages.values()) + ledger.held + ledger.states.arriving
+
+    def _before_capture(self):
+        """What a graph is about to refer to is whole; what it refers to never moves."""
+        self.weights.end("captured")
+        self.states.bring_all()
+        for ledger in self._ledgers.values():
+            if not ledger.closed:
+                ledger.finish()
 
     # ------------------------------------------------------------ gradients and weights
 

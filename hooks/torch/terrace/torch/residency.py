@@ -96,6 +96,14 @@ class Ledger:
         """The raw stream on which this thread works."""
         return self._streams.current(self.device)
 
+    def is_capturing(self):
+        """This thread's work is not done but recorded, to be done again and again with the memory as it is now."""
+        return self._streams.is_capturing()
+
+    def finish(self):
+        """The host waits for all streams."""
+        self._streams.finish()
+
     def tie(self, alias, owner, user):
         """`user` works on memory that is let go in order of `owner`."""
         if owner != user:

@@ -14,6 +14,14 @@ class CudaStreams:
         alias.record_stream(torch.cuda.current_stream(device))
 
     @staticmethod
+    def is_capturing():
+        return torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def finish():
+        torch.cuda.synchronize()
+
+    @staticmethod
     def give_back():
         """What PyTorch's allocator keeps and does not use goes back to the driver."""
         torch.cuda.empty_cache()
@@ -26,6 +34,14 @@ class HostStreams:
 
     @staticmethod
     def tie(alias, device):
+        pass
+
+    @staticmethod
+    def is_capturing():
+        return False
+
+    @staticmethod
+    def finish():
         pass
 
     @staticmethod

@@ -70,6 +70,8 @@ class Travellers:
     def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False):
         """It begins to leave. False: it stays."""
         ledger = self._ledger
+        if self.holding or ledger.lease.switched_off:
+            return False
         known = self.here.pop(id(tensor), None)
         one = known or Traveller(tensor, reference, ledger.stream(), purpose, keeps)
         try:

@@ -15,6 +15,7 @@ from .torch_versions import data_of, set_data, storage_of, view_of
 
 AHEAD = 2  # weights on their way at a time
 LOOK = 16  # uses ahead
+RECENT = 4  # uses behind, whose operators may be at work
 
 
 class Weight:
@@ -25,7 +26,7 @@ class Weight:
     def __init__(self, parameter):
         self._weak = weakref.ref(parameter)
         self.rest = None  # references to it while nobody is at work
-        self.saved = 0  # how often autograd has it
+        self.saved = []  # one item for each time that autograd has it: counted without a lock on any thread
         self.stream = None  # that used it last
         self.turn = 0  # how often a program gave it other memory while it was saved
         self.before = {}  # what it showed then, by turn
@@ -37,11 +38,11 @@ class Weight:
         return sys.getrefcount(self._weak())
 
     def note_rest(self):
-        self.rest = self.references() - self.saved
+        self.rest = self.references() - len(self.saved)
 
     def is_busy(self, ours):
         """Somebody holds it who does not hold it between steps, and not `ours` either: a module at work, as a rule."""
-        return self.rest is None or self.references() - self.saved > self.rest + ours
+        return self.rest is None or self.references() - len(self.saved) > self.rest + ours
 
 
 class SavedWeight:
@@ -52,14 +53,14 @@ class SavedWeight:
     def __init__(self, weight, tensor):
         self.weight = weight
         self._parameter = weight()
-        weight.saved += 1
+        weight.saved.append(None)
         self.turn = weight.turn
         self.like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.version = self._parameter._version  # a tensor that backward was given has a counter of its own
 
     def __del__(self):
-        self.weight.saved -= 1
+        self.weight.saved.pop()
 
     @property
     def tensor(self):
@@ -237,12 +238,12 @@ class Weights:
                 if absent is not None and absent in ledger.states.away:
                     self._make_room_for(ledger, absent.nbytes, key)
                 ledger.states.bring({key}, keep)
-                self._by_storage[storage_of(parameter)._cdata] = key
             elif weight.stream not in (None, stream):
                 ledger.tie(parameter, weight.stream, stream)
             if not keep:
                 ledger.states.written(key)
             weight.stream = stream
+            self._by_storage[storage_of(torch.Tensor.detach(parameter))._cdata] = key
             self._used[key] = None
             self._used.move_to_end(key)
         return ledger
@@ -258,6 +259,12 @@ class Weights:
         self._turn += 1
         coming = expected[self._turn : self._turn + LOOK]
         self._make_room_for(ledger, 0, key, set(coming))
+        try:
+            self._bring_upcoming(ledger, key, coming)
+        except RuntimeError:
+            ledger.failures["prefetch_failed"] += 1  # not needed yet: whoever needs it hears of the failure
+
+    def _bring_upcoming(self, ledger, key, coming):
         on_their_way = len([one for one in ledger.states.back if one.purpose == FOR_WEIGHTS])
         for upcoming in coming:
             absent = ledger.states.absent.get(upcoming)
@@ -280,11 +287,12 @@ class Weights:
         """The least recently used leave. False: some room is missing yet, and nobody else may."""
         if ledger.states.holding or self.stay:
             return False
+        recent = self._order[-RECENT:]
         for key in list(self._used):
             if not ledger.is_short(nbytes):
                 return True
             weight = self._known.get(key)
-            if key == sparing or key in coming or weight is None or weight() is None or ledger.states.moves(key):
+            if key == sparing or key in coming or key in recent or weight is None or weight() is None or ledger.states.moves(key):
                 continue
             if weight.is_busy(ours):
                 continue
@@ -306,9 +314,13 @@ class Weights:
 
     def pack(self, tensor):
         """What autograd is to have of a tensor that shows a weight; None: it shows none that moves."""
-        key = self._by_storage.get(storage_of(tensor)._cdata)
-        weight = self._known.get(key) if key is not None else None
-        return SavedWeight(weight, tensor) if weight is not None and weight() is not None else None
+        address = storage_of(tensor)._cdata
+        weight = self._known.get(self._by_storage.get(address))
+        parameter = weight() if weight is not None else None
+        # The address may be another's by now: a program may have given the parameter other memory.
+        if parameter is None or storage_of(torch.Tensor.detach(parameter))._cdata != address:
+            return None
+        return SavedWeight(weight, tensor)
 
     def unpack(self, saved):
         parameter = saved.tensor

@@ -1,5 +1,6 @@
 """Functions of PyTorch and Python that the plugin stands in front of, each put back by undo()."""
 
+import functools
 import inspect
 import threading
 
@@ -60,23 +61,29 @@ class Wrappers:
 
         self._replace(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
-    def _call_first(self, owner, name, call):
+    def _call_first(self, owner, name, call, where=lambda args: True):
         def make(original):
+            @functools.wraps(original)
             def wrapper(*args, **kwargs):
-                call()
+                if where(args):
+                    call()
                 return original(*args, **kwargs)
 
-            wrapper.__doc__ = original.__doc__
             return wrapper
 
         self._replace(owner, name, make)
 
-    def before_compiling(self, call):
-        """A compiled module reads its weights where no module is asked for them."""
-        self._call_first(torch, "compile", call)
+    def before_weights_are_read_elsewhere(self, end):
+        """By compiled and traced code, replicas and collectives: no module is asked for them there. `end` takes why."""
+        for owner, name, why in ((torch, "compile", "compiled"), (torch.nn.DataParallel, "__init__", "replicated"),
+                                 (torch.distributed, "init_process_group", "distributed")):
+            self._call_first(owner, name, lambda why=why: end(why))
+        for name in ("trace", "script"):  # functions are scripted when libraries are imported
+            self._call_first(torch.jit, name, lambda: end("compiled"),
+                             where=lambda args: bool(args) and isinstance(args[0], torch.nn.Module))
 
     def before_capture(self, call):
-        """A captured graph reads weights where they were."""
+        """A captured graph reads and writes memory where it was."""
         graph = getattr(torch.cuda, "CUDAGraph", None)
         if isinstance(graph, type):
             self._call_first(graph, "capture_begin", call)
