@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -21,7 +22,11 @@ struct UseSeat {
     EventHandle behind = nullptr;  // the thread's own default stream
   };
   std::vector<std::unique_ptr<OfDevice>> devices;
-  std::vector<const void*> pointers;
+  // A launch has 4 KiB of parameters, with newer drivers eight times as much; and a library call a few.
+  static constexpr std::size_t kMostPointers = 4608;
+  std::array<const void*, kMostPointers> pointers;
+  std::size_t count = 0;
+  [[nodiscard]] std::span<const void* const> named() const { return {pointers.data(), count}; }
   std::vector<OfDevice*> inside;
 
   [[nodiscard]] OfDevice& of(DeviceBlocks& blocks) {
@@ -110,6 +115,18 @@ bool is_captured(StreamHandle stream) {
   return stream_pools().capturing() && driver.stream_captured(stream, &captured) == kSuccess && captured != 0;
 }
 
+// Whether it is given a place to which addresses of blocks were written.
+bool names_a_table(const Launch& launch) {
+  const PointerPages& tables = pointer_pages();
+  if (!tables.any()) [[likely]]
+    return false;
+  bool named = false;
+  const auto note = [&](std::uint64_t word) { named = named || tables.marked(word); };
+  (void)each_parameter_word(launch, launch_layouts(), note);
+  LibraryArguments::each_word(note);
+  return named;
+}
+
 void count_launch(Readable readable, std::size_t blocks) {
   if (readable == Readable::kYes) {
     metrics().add<Metric::kLaunches>(1);
@@ -134,29 +151,33 @@ void GuestUses::take(StreamHandle stream, Absent absent) {
   StableBlocks& form = stable_blocks();
   stream_ = stream;
   if (is_captured(stream)) {
-    for (const void* const pointer : seat_->pointers)
+    for (const void* const pointer : seat_->named())
       form.fix(number_of(pointer), FixedReason::kCaptured, StableBlocks::Where::kLeave);
     return;
   }
   DeviceBlocks* const own = blocks_of(stream);
   // Another device's, whose streams its blocks cannot wait for.
   if (own == nullptr || form.devices() > 1) {
-    std::erase_if(seat_->pointers, [&](const void* pointer) {
-      if (own != nullptr && own->holds(number_of(pointer))) return false;
-      form.fix(number_of(pointer), FixedReason::kPeer, StableBlocks::Where::kBring);
-      return true;
-    });
+    std::size_t kept = 0;
+    for (const void* const pointer : seat_->named()) {
+      if (own != nullptr && own->holds(number_of(pointer))) {
+        seat_->pointers[kept++] = pointer;
+      } else {
+        form.fix(number_of(pointer), FixedReason::kPeer, StableBlocks::Where::kBring);
+      }
+    }
+    seat_->count = kept;
   }
-  if (own == nullptr || seat_->pointers.empty()) return;
+  if (own == nullptr || seat_->count == 0) return;
   UseSeat::OfDevice& seat = seat_->of(*own);
   const StreamSlot slot = own->streams->slot_of(stream);
   seat_->inside.push_back(&seat);
   if (absent == Absent::kBring) {
     if (own->device->was_refused()) [[unlikely]]
       StableBlocks::follow_the_wall(*own);
-    own->pager->begin(seat.uses, seat_->pointers, slot);
+    own->pager->begin(seat.uses, seat_->named(), slot);
   } else {
-    seat.uses.begin(seat_->pointers, slot);
+    seat.uses.begin(seat_->named(), slot);
   }
 }
 
@@ -183,19 +204,23 @@ void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
   if (seated) return;  // a call inside of one that has its uses
   try {
     UseSeat* const seat = seat_of_this_thread();
-    seat->pointers.clear();
-    const StableBlocks& form = stable_blocks();
-    const PointerPages& tables = pointer_pages();
-    bool table = false;
+    const StableBlocks::Span span = stable_blocks().span();
+    std::size_t words = 0, found = 0;
+    // Without a branch: most words lead nowhere.
     const auto note = [&](std::uint64_t word) {
-      if (form.may_hold(word)) seat->pointers.push_back(reinterpret_cast<const void*>(word));
-      table = table || tables.marked(word);
+      if (++words > UseSeat::kMostPointers) [[unlikely]]
+        return;
+      seat->pointers[found] = reinterpret_cast<const void*>(word);
+      found += span.may_hold(word) ? 1 : 0;
     };
     Readable readable = each_parameter_word(launch, launch_layouts(), note);
     LibraryArguments::each_word(note);
-    if (table || LibraryArguments::reach() == Reach::kEverything) readable = Readable::kNo;
-    if (!stream_pools().any()) count_launch(readable, seat->pointers.size());
-    if (readable == Readable::kYes && seat->pointers.empty()) return;
+    seat->count = found;
+    if (LibraryArguments::reach() == Reach::kEverything || names_a_table(launch) ||
+        words > UseSeat::kMostPointers)
+      readable = Readable::kNo;
+    if (!stream_pools().any()) count_launch(readable, found);
+    if (readable == Readable::kYes && found == 0) return;
     seat_ = seat;
     seated = true;
     if (readable == Readable::kYes) {
@@ -217,9 +242,9 @@ void GuestUses::take_copy(StreamName stream, std::span<const DevicePointer> ends
       if (!form.may_hold(address)) continue;
       if (seat == nullptr) {
         seat = seat_of_this_thread();
-        seat->pointers.clear();
+        seat->count = 0;
       }
-      seat->pointers.push_back(reinterpret_cast<const void*>(address));
+      seat->pointers[seat->count++] = reinterpret_cast<const void*>(address);
     }
     if (seat == nullptr) return;
     seat_ = seat;

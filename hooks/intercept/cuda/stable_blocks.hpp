@@ -67,9 +67,15 @@ class StableBlocks {
 
   [[nodiscard]] bool any() const noexcept { return count_.load(std::memory_order_acquire) != 0; }
   // Addresses outside of this lie in no block of any device. Empty while there is none.
-  [[nodiscard]] bool may_hold(DevicePointer address) const noexcept {
-    return address - first_.load(std::memory_order_relaxed) < bytes_.load(std::memory_order_relaxed);
+  struct Span {
+    DevicePointer first = 0;
+    std::uint64_t bytes = 0;
+    [[nodiscard]] bool may_hold(DevicePointer address) const { return address - first < bytes; }
+  };
+  [[nodiscard]] Span span() const noexcept {
+    return {first_.load(std::memory_order_relaxed), bytes_.load(std::memory_order_relaxed)};
   }
+  [[nodiscard]] bool may_hold(DevicePointer address) const noexcept { return span().may_hold(address); }
   [[nodiscard]] DeviceBlocks* holding(DevicePointer address) const noexcept;
   [[nodiscard]] DeviceBlocks* of(ContextHandle context) const noexcept;
   [[nodiscard]] DeviceBlocks* of_device(DeviceOrdinal device) const noexcept;
