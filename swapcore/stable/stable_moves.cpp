@@ -76,10 +76,12 @@ void StableSpace::refuse_the_rest() {
 StableSpace::Batch StableSpace::next_batch() {
   Batch batch;
   if (paused() || everything_waits_.load(std::memory_order_acquire) > 0) return batch;
-  Bytes room = backing_->hbm_room(), bytes;
-  for (auto order = orders_.begin(); order != orders_.end() && bytes < batch_;) {
+  // A batch of each direction: so both are busy at once, and the next batch's copies while this is remapped.
+  Bytes room = backing_->hbm_room(), spilled, restored;
+  for (auto order = orders_.begin(); order != orders_.end() && std::min(spilled, restored) < batch_;) {
     StableBlock& block = **order;
-    if (!can_move(block, room)) {
+    const Bytes same_way = block.wanted == Place::kHbm ? restored : spilled;
+    if (!can_move(block, room) || (!block.freed && same_way >= batch_)) {
       ++order;
       continue;
     }
@@ -91,7 +93,7 @@ StableSpace::Batch StableSpace::next_batch() {
       continue;
     }
     block.moving = true;
-    if (!block.freed) bytes += block.size;
+    if (!block.freed) (block.wanted == Place::kHbm ? restored : spilled) += block.size;
     if (!block.freed && block.wanted == Place::kHbm) room -= block.size;
     batch.moves.push_back({.block = &block, .to = block.wanted, .burial = block.freed});
   }

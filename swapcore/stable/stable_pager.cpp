@@ -10,7 +10,7 @@
 namespace terrace {
 namespace {
 constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
-constexpr std::uint64_t kShareAhead = 4;        // of the budget, on its way ahead of its use
+constexpr std::uint64_t kShareAhead = 8;        // of the budget, on its way ahead of its use
 constexpr int kTries = 4;                       // others may send away what has just come back
 }  // namespace
 
@@ -45,6 +45,7 @@ StablePager::Pages StablePager::pages() const {
     if (view.leaving) pages.leaving.push_back(view.at);
     if (view.awaits_room) awaited += view.size;
     if (view.coming) pages.coming += view.size;
+    pages.largest = std::max(pages.largest, view.size);
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
                             .in_hbm = view.place == Place::kHbm,
@@ -61,7 +62,8 @@ void StablePager::order_ahead() {
   counters_.period = schedule_.period();
   const Pages now = pages();
   // Where little fits, much at once would send away what is about to be used.
-  const Bytes ahead = std::min(options_.bytes_ahead, space_.hbm_budget() / kShareAhead);
+  const Bytes share = std::max(space_.hbm_budget() / kShareAhead, now.largest * 2);
+  const Bytes ahead = std::min(options_.bytes_ahead, share);
   if (now.coming >= ahead) return;
   const PagePlan plan = plan_pages(
       now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = ahead - now.coming});

@@ -59,8 +59,9 @@ class StablePager {
   void order_ahead();  // mutex_ held
   struct Pages {
     std::vector<PagedBlock> blocks;
-    Bytes room;                    // that nobody waits for
-    Bytes coming;                  // on their way to HBM
+    Bytes room;    // that nobody waits for
+    Bytes coming;  // on their way to HBM
+    Bytes largest;
     std::vector<Address> leaving;  // whose room is about to be
   };
   [[nodiscard]] Pages pages() const;  // mutex_ held

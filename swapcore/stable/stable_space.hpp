@@ -44,7 +44,7 @@ class StableSpace {
   struct Options {
     Bytes span = 64_GiB;    // of addresses: the most that all blocks take, rounded to granules
     Bytes hbm_budget;       // of what backs blocks in HBM, and is kept to back others
-    Bytes batch = 256_MiB;  // moved at once: the longest that a gate is shut is about two batches
+    Bytes batch = 256_MiB;  // moved at once each way: the longest that a gate is shut is about two batches
     std::shared_ptr<HostLease> lease;
     std::vector<int> nodes{0};  // NUMA nodes of the host to take memory from
   };

@@ -34,12 +34,15 @@ Result<double> GuestDevice::seconds_between(Event from, Event to) const {
   return static_cast<double>(milliseconds) * 1e-3;
 }
 
-Status GuestDevice::copy(Stream stream, Direction, Address to, const std::byte* from, Bytes size) {
+Status GuestDevice::copy(Stream stream, Direction direction, Address to, const std::byte* from, Bytes size) {
   const StreamHandle handle = handle_of(stream);
-  const CallResult result =
-      in_context([&] { return driver_.copy(pointer_of(to), pointer_of(from), size.count(), handle); });
+  const bool up = direction == Direction::kH2D;
+  const CallResult result = in_context([&] {
+    return up ? driver_.copy_up(pointer_of(to), from, size.count(), handle)
+              : driver_.copy_down(to, pointer_of(from), size.count(), handle);
+  });
   if (result != kSuccess) metrics().add<Metric::kFaults>(FaultPoint::kDeviceCopy, 1);
-  return check("cuMemcpyAsync", result, size);
+  return check(up ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", result, size);
 }
 
 Status GuestDevice::copy_batch(Stream stream, Direction direction, std::span<const Transfer> pieces) {

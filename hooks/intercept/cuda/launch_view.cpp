@@ -34,10 +34,11 @@ bool reads_pointers_from_memory(const char* name) {
   return false;
 }
 
+// Or has none: then it is no function that the driver could describe either.
 bool has_such_a_name(const DriverCalls& driver, FunctionHandle function) {
   const char* name = nullptr;
-  if (driver.function_name == nullptr || driver.function_name(&name, function) != kSuccess || name == nullptr)
-    return false;
+  if (driver.function_name == nullptr) return false;
+  if (driver.function_name(&name, function) != kSuccess || name == nullptr) return true;
   return reads_pointers_from_memory(name);
 }
 

@@ -130,7 +130,9 @@ std::unique_ptr<DeviceBlocks> StableBlocks::make(ContextHandle context, DeviceOr
                                     .nodes = {nearest_node(driver, ordinal)}});
   if (!space) return refused(space.error());
   made->space = *std::move(space);
-  made->pager = std::make_unique<StablePager>(*made->space);
+  // Ahead of its use comes a share of the budget, however large.
+  made->pager = std::make_unique<StablePager>(
+      *made->space, StablePager::Options{.bytes_ahead = made->device->info().capacity});
   made->opened = steady_clock().now();
   return made;
 }
