@@ -114,6 +114,24 @@ TEST(PreloadStable, AnotherDevicesUsesFixWhatTheyReach) {
   EXPECT_EQ(value_of(ended, "wrong"), 0);
 }
 
+TEST(PreloadStable, WhatAnotherProcessSeesStaysWhereItIs) {
+  PageCollector collector;
+  const Ended ended = run_guest("exports", small({"TERRACE_SOCKET=" + collector.socket()}));
+  const auto pages = collector.collect();
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "export"), 0);
+  EXPECT_EQ(value_of(ended, "in hbm"), 1);
+  EXPECT_EQ(value_of(ended, "open"), 0);
+  EXPECT_EQ(value_of(ended, "seen"), 1) << "the same memory";
+  EXPECT_EQ(value_of(ended, "close"), 0);
+  EXPECT_EQ(value_of(ended, "again"), 0) << "the driver's answer";
+  EXPECT_EQ(value_of(ended, "wrong"), 0) << "written by the other";
+  EXPECT_EQ(value_of(ended, "free"), 0);
+  const Ended stale =
+      run_guest("imports", small({"GUEST_HANDLE=54455252414345313930" + std::string(108, '0')}));
+  EXPECT_EQ(value_of(stale, "open"), kInvalidValue) << "a handle of a process that is gone";
+}
+
 TEST(PreloadStable, AThreadsOwnDefaultStreamIsWaitedFor) {
   const Ended ended = run_guest("threads-own", small_and_slow());
   ASSERT_EQ(ended.exit_code, 0) << ended.err;

@@ -26,6 +26,7 @@ Status GuestDevice::describe() {
   info_.can.host_physical = true;  // whether a node serves it shows when asked
   kind_.type = kPinnedMemory;
   kind_.location = {LocationType::kDevice, place_.ordinal};
+  kind_.requested_handle_types = place_.events == Events::kTimed ? kFileDescriptor : 0;
   access_.push_back({kind_.location, kReadWrite});
   std::size_t total = 0, granularity = 0;
   if (Status asked = check("cuDeviceTotalMem", driver_.device_total(&total, place_.ordinal)); !asked)
@@ -172,7 +173,12 @@ void GuestDevice::refund(Bytes size) {
 Result<Physical> GuestDevice::create_physical(Bytes size) {
   if (!charge(size)) return Error{.code = Errc::kOutOfMemory, .text = "the lease has no room", .bytes = size};
   PhysicalHandle handle = 0;
-  const CallResult result = in_context([&] { return driver_.create(&handle, size.count(), &kind_, 0); });
+  AllocationProperties kind = kind_;
+  CallResult result = in_context([&] { return driver_.create(&handle, size.count(), &kind, 0); });
+  if (result != kSuccess && result != kOutOfMemory && kind.requested_handle_types != 0) {
+    kind.requested_handle_types = 0;  // where nothing can be shown to others
+    result = in_context([&] { return driver_.create(&handle, size.count(), &kind, 0); });
+  }
   if (Status created = check("cuMemCreate", result, size); !created) {
     refund(size);
     if (result == kOutOfMemory) refused_.store(true, std::memory_order_relaxed);

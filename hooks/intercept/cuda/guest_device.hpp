@@ -18,6 +18,7 @@ namespace terrace::hooks::cuda {
 
 class GuestDevice final : public Device {
  public:
+  // kTimed: for what moves blocks, which others may also want to see.
   enum class Events : std::uint8_t { kPlain, kTimed };
   struct Place {
     ContextHandle context;

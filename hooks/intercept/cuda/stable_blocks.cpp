@@ -10,6 +10,7 @@
 
 #include "hooks/intercept/cuda/forks.hpp"
 #include "hooks/intercept/cuda/guest_uses.hpp"
+#include "hooks/intercept/cuda/shared_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/hook_settings.hpp"
 #include "hooks/intercept/loaded_library.hpp"
@@ -274,6 +275,7 @@ CallResult StableBlocks::end(DeviceBlocks& blocks, DevicePointer address) {
       fixed_.erase(fixed);
     }
   }
+  shared_blocks().ended(address);
   const Status freed = blocks.pager->free(address_of(address));
   return freed ? kSuccess : kInvalidValue;
 }

@@ -7,6 +7,7 @@
 
 #include "hooks/intercept/cuda/handlers.hpp"
 #include "hooks/intercept/cuda/pointer_pages.hpp"
+#include "hooks/intercept/cuda/shared_blocks.hpp"
 
 namespace terrace::hooks::cuda {
 
@@ -165,7 +166,29 @@ CallResult export_memory(const Call<Real>& call, Out* out, DevicePointer address
   const DriverCall guard;
   count(guard, CallGroup::kShare);
   if (stream_pools().holds(address)) return kInvalidValue;
+  if constexpr (std::is_same_v<Out, IpcHandle>) {
+    if (const auto shown = guard.outermost() ? shared_blocks().show(out, address) : std::nullopt)
+      return *shown;
+  }
   return call.real(out, address);
+}
+
+template <typename Real>
+CallResult open_shared(const Call<Real>& call, DevicePointer* out, const IpcHandle& handle,
+                       unsigned flags) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (const auto opened = guard.outermost() ? shared_blocks().open(out, handle) : std::nullopt)
+    return *opened;
+  return call.real(out, handle, flags);
+}
+
+template <typename Real>
+CallResult close_shared(const Call<Real>& call, DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (const auto closed = guard.outermost() ? shared_blocks().close(address) : std::nullopt) return *closed;
+  return call.real(address);
 }
 
 // An attribute that is set, or a handle that is given out, for who reaches the memory past the driver.

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -356,6 +357,46 @@ void forked_and_ended() {
   });
 }
 
+// A block that is in DDR is shown to another program, which writes into it.
+void exports() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(kTwice));
+  IpcHandle handle{};
+  say("export", cuIpcGetMemHandle(&handle, blocks.at[0]));
+  say("in hbm", loopback_in_hbm(blocks.at[0]));
+  std::string text;
+  for (const char c : handle.opaque) {
+    char two[3];
+    std::snprintf(two, sizeof two, "%02x", static_cast<unsigned char>(c));
+    text += two;
+  }
+  setenv("GUEST_HANDLE", text.c_str(), 1);
+  std::fflush(stdout);
+  say("other", std::system("\"$(readlink /proc/$PPID/exe)\" imports"));
+  blocks.expected[0][0] = 4242;
+  say("wrong", blocks.wrong());
+  say("free", cuMemFree_v2(blocks.at[0]));
+}
+
+void imports() {
+  cudaSetDevice(0);
+  IpcHandle handle{};
+  const std::string text = std::getenv("GUEST_HANDLE");
+  for (std::size_t i = 0; i < sizeof handle.opaque; ++i)
+    handle.opaque[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+  Pointer at = 0;
+  say("open", cuIpcOpenMemHandle_v2(&at, handle, 1));
+  if (at == 0) return;
+  std::uint64_t word = 0;
+  cuMemcpyDtoH_v2(&word, at + (kWords - 1) * 8, 8);
+  say("seen", word == word_at(0, kWords - 1));
+  word = 4242;
+  cuMemcpyHtoD_v2(at, &word, 8);
+  say("close", cuIpcCloseMemHandle(at));
+  say("again", cuIpcCloseMemHandle(at));
+}
+
 // The daemon wants half of it back while the program computes.
 void shrinks() {
   cudaSetDevice(0);
@@ -422,6 +463,8 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"threads-own", own_streams_of_threads},
       {"ordered", ordered},
       {"ends", forked_and_ended},
+      {"exports", exports},
+      {"imports", imports},
       {"shrinks", shrinks},
       {"stable-faults", stable_faults},
   };
