@@ -80,6 +80,19 @@ TEST(PreloadStable, PointersThatLieInDeviceMemoryHoldEverything) {
   }
 }
 
+TEST(PreloadStable, WhatALibraryIsGivenIsUsedAndWhatItRegistersStays) {
+  PageCollector collector;
+  const Ended ended = run_guest("libraries", small_and_slow({"TERRACE_SOCKET=" + collector.socket()}));
+  const auto pages = collector.collect();
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "register"), 0);
+  EXPECT_THAT(values_of(ended, "multiply"), ElementsAre(0, 0, 0, 0, 0, 0, 0, 0));
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  ASSERT_EQ(pages.size(), 1u);
+  EXPECT_EQ(value_in<Metric::kFixedBytes>(*pages[0], FixedReason::kRegistered), 2u << 20);
+  EXPECT_EQ(value_in<Metric::kPassthroughCalls>(*pages[0], CallGroup::kLaunch), 8u) << "each once";
+}
+
 TEST(PreloadStable, WhatAGraphHasSeenStaysWhereItIs) {
   PageCollector collector;
   const Ended ended = run_guest("captured", small({"TERRACE_SOCKET=" + collector.socket()}));

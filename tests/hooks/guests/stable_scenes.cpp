@@ -1,5 +1,6 @@
 // Scenes in which a program uses more memory than its budget, by pointers that never change. Kernels are
 // functions of the host that read and write through them when their turn comes on a stream.
+#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -357,6 +358,34 @@ void forked_and_ended() {
   });
 }
 
+// Libraries loaded locally: one multiplies by operands that no launch names, one registers a buffer.
+void libraries() {
+  cudaSetDevice(0);
+  void* const blas = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
+  void* const nccl = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+  if (blas == nullptr || nccl == nullptr) return say("libraries", 0);
+  using Multiply = int (*)(void*, void*, const void*, const void*, void*, const void*, void*, const void*,
+                           const void*, void*, void*, void*, const void*, void*, std::size_t, void*);
+  const auto multiply = reinterpret_cast<Multiply>(dlsym(blas, "cublasLtMatmul"));
+  const auto enroll =
+      reinterpret_cast<int (*)(void*, void*, std::size_t, void**)>(dlsym(nccl, "ncclCommRegister"));
+  Blocks blocks;
+  say("allocated", blocks.add(16));
+  void *stream = nullptr, *handle = nullptr;
+  cuStreamCreate(&stream, 0);
+  say("register", enroll(nullptr, reinterpret_cast<void*>(blocks.at[15]), kBlock, &handle));
+  for (std::size_t n = 0; n < 8; ++n) {
+    say("multiply", multiply(nullptr, nullptr, nullptr, reinterpret_cast<void*>(blocks.at[n + 1]), nullptr,
+                             nullptr, nullptr, nullptr, nullptr, nullptr,
+                             reinterpret_cast<void*>(blocks.at[n]), nullptr, nullptr, nullptr, 0, stream));
+    blocks.mixed(n, n + 1);
+    rest(2);  // until it runs
+    if (n % 2 == 0) say("more", blocks.add(1));
+    cuStreamSynchronize(stream);
+  }
+  say("wrong", blocks.wrong());
+}
+
 // A block that is in DDR is shown to another program, which writes into it.
 void exports() {
   cudaSetDevice(0);
@@ -465,6 +494,7 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"ends", forked_and_ended},
       {"exports", exports},
       {"imports", imports},
+      {"libraries", libraries},
       {"shrinks", shrinks},
       {"stable-faults", stable_faults},
   };
