@@ -48,6 +48,16 @@ void mix_by_table(void** parameters) {
     table[0][i] = table[0][i] * 3 + table[1][i];
   });
 }
+// The first, slowly.
+void slow_mix(void** parameters) {
+  auto* const out = *static_cast<std::uint64_t**>(parameters[0]);
+  const auto* const in = *static_cast<std::uint64_t**>(parameters[1]);
+  int done = 0;
+  each_index([&](std::size_t i) {
+    if (++done % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    out[i] = out[i] * 3 + in[i];
+  });
+}
 void rest(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // Writes such a table.
@@ -297,18 +307,26 @@ void own_streams_of_threads() {
   cudaSetDevice(0);
   Blocks blocks;
   say("allocated", blocks.add(15));
+  void* stream = nullptr;
+  cuStreamCreate(&stream, 0);
   void* const mixes = kernel("mix", mix, {8, 8});
+  void* const slow = kernel("slow_mix", slow_mix, {8, 8});
   for (int round = 0; round < 3; ++round) {
     std::thread([&] {
       cudaSetDevice(0);
-      loopback_delay(reinterpret_cast<void*>(2), 10);
-      for (std::size_t n = 0; n < 8; ++n)
-        launch(mixes, reinterpret_cast<void*>(2), {blocks.at[n], blocks.at[n + 1]});
+      for (std::size_t n = 0; n < 3; ++n)
+        launch(slow, reinterpret_cast<void*>(2), {blocks.at[n], blocks.at[n + 1]});
     }).join();
-    for (std::size_t n = 0; n < 8; ++n) blocks.mixed(n, n + 1);
-    say("more", blocks.add(6));
+    for (std::size_t n = 0; n < 3; ++n) blocks.mixed(n, n + 1);
+    // All others are used after those, which are now the first to leave.
+    for (std::size_t n = 4; n < 14; ++n) {
+      launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+      blocks.mixed(n, n + 1);
+    }
+    cuStreamSynchronize(stream);
+    say("more", blocks.add(3));
+    cuCtxSynchronize();
   }
-  cuCtxSynchronize();
   say("wrong", blocks.wrong());
 }
 
