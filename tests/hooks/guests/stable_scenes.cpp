@@ -156,7 +156,24 @@ void twice_the_budget() {
   say("room again", cudaMalloc(&all, 28 * kMiB));
 }
 
-// A kernel that runs when its blocks are wanted away, and one that is launched while they travel.
+// With 15 blocks HBM is full. All but the first two are used now, so that these are the first to leave.
+void use_the_others(Blocks& blocks, void* stream) {
+  static void* const mixes = kernel("mix", mix, {8, 8});
+  for (std::size_t n = 2; n < 14; ++n) {
+    launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+    blocks.mixed(n, n + 1);
+  }
+  cuStreamSynchronize(stream);
+}
+// One more makes them leave.
+void want_room() {
+  void* more = nullptr;
+  say("more", cudaMalloc(&more, kBlock));
+  cuCtxSynchronize();
+  cudaFree(more);
+}
+
+// A kernel that runs when its blocks are wanted away, and others that are launched while they travel.
 void under_kernels() {
   cudaSetDevice(0);
   Blocks blocks;
@@ -165,73 +182,65 @@ void under_kernels() {
   cuStreamCreate(&slow, 0);
   cuStreamCreate(&fast, 0);
   void* const mixes = kernel("mix", mix, {8, 8});
-  for (int round = 0; round < 4; ++round) {
-    // Queued for a while yet, and known by its parameters alone.
-    loopback_delay(slow, 20);
-    launch(mixes, slow, {blocks.at[0], blocks.at[1]});
+  void* const slow_mixes = kernel("slow_mix", slow_mix, {8, 8});
+  for (int round = 0; round < 5; ++round) {
+    launch(slow_mixes, slow, {blocks.at[0], blocks.at[1]});
     blocks.mixed(0, 1);
-    for (std::size_t n = 2; n < 8; ++n) {
-      launch(mixes, fast, {blocks.at[n], blocks.at[n + 1]});
-      blocks.mixed(n, n + 1);
-    }
-    say("more", blocks.add(4));
-    // Others race with what makes room for these.
+    use_the_others(blocks, fast);
     std::thread racing([&] {
       cudaSetDevice(0);
-      for (std::size_t n = 8; n < 14; ++n) launch(mixes, fast, {blocks.at[n], blocks.at[n + 1]});
+      for (int times = 0; times < 4; ++times) launch(mixes, slow, {blocks.at[0], blocks.at[1]});
     });
-    for (std::size_t n = 8; n < 14; ++n) blocks.mixed(n, n + 1);
-    void* room = nullptr;
-    say("room", cudaMalloc(&room, 6 * kMiB));
+    for (int times = 0; times < 4; ++times) blocks.mixed(0, 1);
+    void* more = nullptr;
+    say("more", cudaMalloc(&more, 2 * kBlock));
     racing.join();
     cuCtxSynchronize();
-    say("given back", cudaFree(room));
+    cudaFree(more);
   }
   say("wrong", blocks.wrong());
 }
 
-// The pointers of a multiplication lie in device memory: written by a kernel, and used some time later.
+// The pointers of a multiplication lie in device memory: written there by a kernel, or by a copy, and used
+// some time later, when nothing else says any more that the two blocks are in use.
 void by_tables(const char* name, int told) {
   cudaSetDevice(0);
   Blocks blocks;
-  say("allocated", blocks.add(16));
+  say("allocated", blocks.add(15));
   void *stream = nullptr, *other = nullptr, *table = nullptr;
   cuStreamCreate(&stream, 0);
   cuStreamCreate(&other, 0);
   say("table", cudaMalloc(&table, 512));
   void* const points = kernel("point", point, {8, 8, 8});
   void* const grouped = kernel(name, mix_by_table, {8}, told);
-  for (std::size_t n = 0; n < 10; ++n) {
-    cuStreamSynchronize(other);
-    launch(points, stream, {number(table), blocks.at[n], blocks.at[n + 1]});
-    cuStreamSynchronize(stream);
-    // By now nothing says any more that the two are in use, but for the table.
-    loopback_delay(other, 3);
+  for (int round = 0; round < 4; ++round) {
+    launch(points, stream, {number(table), blocks.at[0], blocks.at[1]});
+    use_the_others(blocks, stream);
     launch(grouped, other, {number(table)});
-    blocks.mixed(n, n + 1);
-    rest(5);                                     // until it runs
-    if (n % 2 == 0) say("more", blocks.add(1));  // makes others leave meanwhile
+    blocks.mixed(0, 1);
+    rest(2);  // until it runs
+    want_room();
   }
-  cuCtxSynchronize();
   say("wrong", blocks.wrong());
 }
 
 void tables_from_host() {
   cudaSetDevice(0);
   Blocks blocks;
-  say("allocated", blocks.add(16));
-  void *stream = nullptr, *table = nullptr;
+  say("allocated", blocks.add(15));
+  void *stream = nullptr, *other = nullptr, *table = nullptr;
   cuStreamCreate(&stream, 0);
+  cuStreamCreate(&other, 0);
   say("table", cudaMalloc(&table, 512));
   void* const innocent = kernel("a_name_that_says_nothing", mix_by_table, {8});
-  for (std::size_t n = 0; n < 8; ++n) {
-    const Pointer pair[2] = {blocks.at[n], blocks.at[n + 1]};
+  for (int round = 0; round < 4; ++round) {
+    const Pointer pair[2] = {blocks.at[0], blocks.at[1]};
     cuMemcpyHtoD_v2(number(table), pair, sizeof pair);
-    launch(innocent, stream, {number(table)});
-    blocks.mixed(n, n + 1);
+    use_the_others(blocks, stream);
+    launch(innocent, other, {number(table)});
+    blocks.mixed(0, 1);
     rest(2);
-    if (n % 2 == 0) say("more", blocks.add(1));
-    cuStreamSynchronize(stream);  // before the table is another
+    want_room();
   }
   say("wrong", blocks.wrong());
 }
