@@ -144,27 +144,29 @@ void Wall::join_daemon(Account& account, int device, Lease& lease) {
 }
 
 void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept try {
-  Lease& lease = *account.lease;
+  const bool hbm = ask.tier == TierId::kHbm;  // of what is pinned nothing can be given
   Bytes excess;
-  if (ask.tier == TierId::kHbm) {
-    const std::lock_guard lock(account.mutex);
-    lease.ceiling = ask.target;
-    lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
-    excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
+  {
+    const std::lock_guard lock(account.mutex);  // it is held while the link is being made
+    Lease& lease = *account.lease;
+    if (hbm) {
+      lease.ceiling = ask.target;
+      lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
+      excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
+    }
   }
   if (excess > 0_B && source_.reclaim != nullptr) (void)source_.reclaim(device, excess);
-  Bytes released;
-  if (ask.tier == TierId::kHbm) {
-    const std::lock_guard lock(account.mutex);
-    const Bytes before = lease.lease;
+  const std::lock_guard lock(account.mutex);
+  Lease& lease = *account.lease;
+  const Bytes before = lease.lease;
+  if (hbm) {
     lease.lease = std::min(before, std::max(ask.target, Bytes(account.charged.load()) + lease.context));
     publish(account);
     // A charge that has come in between has seen the old limit, or is seen here.
     lease.lease = std::min(before, std::max(lease.lease, Bytes(account.charged.load()) + lease.context));
     publish(account);
-    released = before - lease.lease;
   }
-  lease.link->answer(ask, released);
+  if (lease.link != nullptr) lease.link->answer(ask, before - lease.lease);
 } catch (...) {  // the daemon takes the process for deaf
 }
 

@@ -111,6 +111,7 @@ TEST(PreloadStable, FreesOfWhatIsInDdrOfStrangersAndTwice) {
   const Ended ended = run_guest("frees", small());
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(value_of(ended, "in ddr"), 1);
+  EXPECT_EQ(value_of(ended, "device memory"), 32) << "wherever it lies";
   EXPECT_EQ(value_of(ended, "failed"), 0);
   EXPECT_EQ(value_of(ended, "twice"), kInvalidValue);
   EXPECT_EQ(value_of(ended, "inside"), kInvalidValue);

@@ -9,6 +9,7 @@
 
 #include "hooks/intercept/cuda/pointer_pages.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
+#include "runtime/errno_kept.hpp"
 
 namespace terrace::hooks::cuda {
 
@@ -20,6 +21,11 @@ struct UseSeat {
     DeviceBlocks& blocks;
     StableSpace::Uses uses;
     EventHandle behind = nullptr;  // the thread's own default stream
+    [[nodiscard]] bool leaves_behind() noexcept try {
+      return blocks.streams->leave_behind(behind) == kSuccess;
+    } catch (...) {
+      return false;
+    }
   };
   std::vector<std::unique_ptr<OfDevice>> devices;
   // A launch has 4 KiB of parameters, with newer drivers eight times as much; and a library call a few.
@@ -186,22 +192,25 @@ void GuestUses::take_all(StreamHandle stream) {
   stream_ = stream;
   const bool captured = is_captured(stream);
   DeviceBlocks* const own = blocks_of(stream);
+  // Before any gate is entered: whoever fixes may have to wait for a mover.
   for (std::uint32_t i = 0; i < form.devices(); ++i) {
     DeviceBlocks& blocks = form.at(i);
     if (captured) {
       form.fix_all(blocks, FixedReason::kCaptured, StableBlocks::Where::kLeave);
-    } else if (&blocks == own) {
-      UseSeat::OfDevice& seat = seat_->of(blocks);
-      seat_->inside.push_back(&seat);
-      seat.uses.begin_everything(blocks.streams->slot_of(stream));
-    } else if (blocks.shared.load()) {
+    } else if (&blocks != own && blocks.shared.load()) {
       form.fix_all(blocks, FixedReason::kPeer, StableBlocks::Where::kBring);
     }
   }
+  if (captured || own == nullptr) return;
+  UseSeat::OfDevice& seat = seat_->of(*own);
+  const StreamSlot slot = own->streams->slot_of(stream);
+  seat_->inside.push_back(&seat);
+  seat.uses.begin_everything(slot);
 }
 
 void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
   if (seated) return;  // a call inside of one that has its uses
+  const ErrnoKept kept;
   try {
     UseSeat* const seat = seat_of_this_thread();
     const StableBlocks::Span span = stable_blocks().span();
@@ -235,6 +244,7 @@ void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
 
 void GuestUses::take_copy(StreamName stream, std::span<const DevicePointer> ends) noexcept {
   if (seated) return;
+  const ErrnoKept kept;
   try {
     const StableBlocks& form = stable_blocks();
     UseSeat* seat = nullptr;
@@ -257,6 +267,7 @@ void GuestUses::take_copy(StreamName stream, std::span<const DevicePointer> ends
 
 void GuestUses::take_everything(StreamName stream) noexcept {
   if (seated) return;
+  const ErrnoKept kept;
   try {
     seat_ = seat_of_this_thread();
     seated = true;
@@ -270,13 +281,14 @@ void GuestUses::take_everything(StreamName stream) noexcept {
 void GuestUses::without_memory(StreamName) noexcept { stable_blocks().stop_moving(); }
 
 void GuestUses::end() noexcept {
+  const ErrnoKept kept;
+  bool left_behind = true;
   for (UseSeat::OfDevice* const each : seat_->inside) {
-    if (stream_ == kPerThreadStream && each->blocks.streams->leave_behind(each->behind) != kSuccess) {
-      // Nobody can tell when this work has ended: what is there stays.
-      stable_blocks().stop_moving();
-    }
+    if (stream_ == kPerThreadStream) left_behind = each->leaves_behind() && left_behind;
     each->uses.end();
   }
+  // Nobody can tell when this work will have ended: what is there stays.
+  if (!left_behind) stable_blocks().stop_moving();
   seat_->inside.clear();
   seated = false;
   seat_ = nullptr;

@@ -223,6 +223,34 @@ CallResult create_texture(const Call<Real>& call, unsigned long long* out, const
   return call.real(out, resource, texture, view);
 }
 
+// What a block is does not depend on where it lies now.
+inline void describe_block(int attribute, void* value, DevicePointer address) noexcept {
+  constexpr int kMemoryType = 2, kDeviceOrdinal = 9;  // CU_POINTER_ATTRIBUTE_...
+  constexpr unsigned kDeviceMemory = 2;               // CU_MEMORYTYPE_DEVICE
+  const DeviceBlocks* const blocks = stable_blocks().holding(address);
+  if (blocks == nullptr || value == nullptr) return;
+  if (attribute == kMemoryType) std::memcpy(value, &kDeviceMemory, sizeof kDeviceMemory);
+  if (attribute == kDeviceOrdinal) std::memcpy(value, &blocks->ordinal, sizeof blocks->ordinal);
+}
+template <typename Real>
+CallResult get_attribute(const Call<Real>& call, void* value, int attribute, DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  const CallResult result = call.real(value, attribute, address);
+  if (result == kSuccess && guard.outermost()) describe_block(attribute, value, address);
+  return result;
+}
+template <typename Real>
+CallResult get_attributes(const Call<Real>& call, unsigned how_many, int* attributes, void** values,
+                          DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  const CallResult result = call.real(how_many, attributes, values, address);
+  if (result != kSuccess || !guard.outermost() || attributes == nullptr || values == nullptr) return result;
+  for (unsigned i = 0; i < how_many; ++i) describe_block(attributes[i], values[i], address);
+  return result;
+}
+
 // From now on this context's device reaches the memory of the other's.
 template <typename Real>
 CallResult enable_peer(const Call<Real>& call, ContextHandle peer, unsigned flags) noexcept {

@@ -276,7 +276,12 @@ void reset_of_frees() {
   Blocks blocks;
   say("allocated", blocks.add(kTwice));
   say("in ddr", blocks.in_hbm() < kTwice);
-  int failed = 0;
+  int failed = 0, device = 0;
+  for (const Pointer each : blocks.at) {
+    unsigned type = 0;
+    device += cuPointerGetAttribute(&type, 2, each) == 0 && type == 2;
+  }
+  say("device memory", device);
   for (Pointer& each : blocks.at) failed += cuMemFree_v2(each) != 0;  // half of them lie in DDR
   say("failed", failed);
   say("twice", cuMemFree_v2(blocks.at[0]));

@@ -200,7 +200,10 @@ API cuPointerGetAttribute(unsigned* type, int attribute, Pointer address) {
   const bool plain = address - kPlainMemory < kPlainBytes;
   if (attribute != 2 || (!plain && mapping_around(entry, address) == entry->mappings.end()))
     return kInvalidValue;
-  return *type = 2, kSuccess;
+  if (plain) return *type = 2, kSuccess;
+  // As memory of the host is, where that is mapped.
+  const bool device = entry->handles[mapping_around(entry, address)->second].device >= 0;
+  return *type = device ? 2 : 1, kSuccess;
 }
 // A kernel of the test's: `run` gets pointers to copies of its parameters, of these sizes. Where it is not
 // told, the driver does not say what they are.
