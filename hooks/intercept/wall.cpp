@@ -131,9 +131,12 @@ void Wall::join_daemon(Account& account, int device, Lease& lease) {
     return held;
   };
   // The link's own thread goes on meanwhile: what leaves the device takes as long as the bus takes.
-  options.on_shrink = [this, &account, device](const DaemonLink::Ask& ask) {
-    const SignalsBlocked blocked;
-    std::thread([this, &account, device, ask] { hold_less(account, device, ask); }).detach();
+  options.on_shrink = [this, &account, device](const DaemonLink::Ask& ask) noexcept {
+    try {
+      const SignalsBlocked blocked;
+      std::thread([this, &account, device, ask] { hold_less(account, device, ask); }).detach();
+    } catch (...) {  // no thread: the daemon takes the process for deaf
+    }
   };
   auto link = DaemonLink::start(std::move(options));
   if (!link) return;

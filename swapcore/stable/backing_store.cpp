@@ -202,6 +202,11 @@ Bytes BackingStore::hbm_held() const {
   return hbm_held_;
 }
 
+Bytes BackingStore::hbm_kept() const {
+  const std::lock_guard lock(mutex_);
+  return kept_bytes_;
+}
+
 Bytes BackingStore::hbm_peak() const {
   const std::lock_guard lock(mutex_);
   return hbm_peak_;

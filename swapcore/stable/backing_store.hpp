@@ -42,6 +42,7 @@ class BackingStore {
   [[nodiscard]] Bytes hbm_room() const;  // that take_hbm() would find, with all kept handles given up
   [[nodiscard]] Bytes hbm_budget() const;
   [[nodiscard]] Bytes hbm_held() const;
+  [[nodiscard]] Bytes hbm_kept() const;  // of that, for other blocks
   [[nodiscard]] Bytes hbm_peak() const;
 
  private:

@@ -121,6 +121,7 @@ class StableSpace {
   [[nodiscard]] Bytes hbm_room() const { return backing_->hbm_room(); }
   [[nodiscard]] Bytes hbm_budget() const { return backing_->hbm_budget(); }
   [[nodiscard]] Bytes hbm_held() const { return backing_->hbm_held(); }
+  [[nodiscard]] Bytes hbm_kept() const { return backing_->hbm_kept(); }  // of that, by no block
   // Two instructions: something is in DDR.
   [[nodiscard]] bool any_in_ddr() const { return spilled_.load(std::memory_order_relaxed) > 0; }
   void set_hbm_budget(Bytes budget);  // lower: handles kept for others go at once, blocks stay until ordered

@@ -72,7 +72,7 @@ TEST(PreloadStable, BlocksTravelBesideKernelsThatRunAndThatRace) {
 }
 
 TEST(PreloadStable, PointersThatLieInDeviceMemoryHoldEverything) {
-  for (const char* scene : {"grouped", "untold", "tables-from-host"}) {
+  for (const char* scene : {"grouped", "untold", "tables-from-host", "tensor-maps"}) {
     const Ended ended = run_guest(scene, small_and_slow());
     ASSERT_EQ(ended.exit_code, 0) << scene << ended.err;
     EXPECT_EQ(value_of(ended, "allocated"), 1) << scene;

@@ -27,6 +27,7 @@ TEST(PagePlan, WhatIsUsedSoonestTakesThePlaceOfWhatIsUsedLast) {
   const PagePlan plan = plan_pages(blocks, {.room = 0_B, .uses_ahead = 100, .bytes_ahead = 1_GiB});
   EXPECT_THAT(plan.to_hbm, ElementsAre(at(5), at(4)));
   EXPECT_THAT(plan.to_ddr, ElementsAre(at(2), at(3)));
+  EXPECT_THAT(plan.behind, ElementsAre(1, 2)) << "each behind what makes room for it";
 }
 
 TEST(PagePlan, NothingGoesForWhatIsUsedLaterThanItself) {

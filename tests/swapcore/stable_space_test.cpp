@@ -50,6 +50,41 @@ TEST(StableSpace, PointersIntoABlockLeadToItAndOthersNowhere) {
   EXPECT_FALSE(rig.space->find(&rig));
 }
 
+TEST(StableSpace, NothingMovesWhileItIsPausedAndAfterwardsWhatWasOrdered) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value(), other = rig.space->allocate(kBlock).value();
+  fill(at, 3);
+  ASSERT_TRUE(rig.space->pause(std::chrono::seconds(10)));
+  ASSERT_TRUE(rig.space->order(at, Place::kDdr).ok());
+  EXPECT_EQ(rig.space->await(at).error().code, Errc::kCancelled) << "nobody waits for what does not come";
+  EXPECT_EQ(rig.space->find(at)->place, Place::kHbm);
+  bool ran = false;
+  rig.launch_on_everything(0, [&] { ran = holds(at, 3); });  // uses go on
+  ASSERT_TRUE(rig.device->synchronize(rig.streams[0]).ok());
+  EXPECT_TRUE(ran);
+  ASSERT_TRUE(rig.space->free(other).ok());
+  rig.space->resume();
+  ASSERT_TRUE(rig.space->await(at).ok());
+  EXPECT_EQ(rig.space->find(at)->place, Place::kDdr);
+  EXPECT_TRUE(holds(at, 3));
+}
+
+TEST(StableSpace, WhatIsHeldStaysWhereItIs) {
+  StableRig rig;
+  const Address here = rig.space->allocate(kBlock).value(), there = rig.space->allocate(kBlock).value();
+  rig.move(there, Place::kDdr);
+  for (const Address at : {here, there, there}) ASSERT_TRUE(rig.space->hold(at).ok());
+  for (const Place place : {Place::kHbm, Place::kDdr}) {
+    EXPECT_EQ(rig.space->order(here, place).error().code, Errc::kInvalidArgument);
+    EXPECT_EQ(rig.space->order(there, place).error().code, Errc::kInvalidArgument);
+  }
+  EXPECT_TRUE(rig.space->find(there)->pinned);
+  EXPECT_EQ(rig.space->find(there)->place, Place::kDdr);
+  EXPECT_EQ(rig.space->hold(nullptr).error().code, Errc::kInvalidArgument);
+  EXPECT_EQ(rig.space->counters().in_ddr, kBlock);
+  EXPECT_EQ(rig.space->counters().live_peak, 2 * kBlock);
+}
+
 // Twice the budget of blocks: some are always in DDR, and the wall holds.
 TEST(StableSpace, TheBudgetIsAWall) {
   StableRig rig({.hbm = 4 * kBlock});

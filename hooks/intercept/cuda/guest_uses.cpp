@@ -121,8 +121,10 @@ bool is_captured(StreamHandle stream) {
   return stream_pools().capturing() && driver.stream_captured(stream, &captured) == kSuccess && captured != 0;
 }
 
-// Whether it is given a place to which addresses of blocks were written.
-bool names_a_table(const Launch& launch) {
+// Whether it is given a place to which addresses of blocks were written, or could hide some.
+bool hides_pointers(const Launch& launch) {
+  if (tensor_maps().hide_addresses() && may_hold_tensor_map(launch, launch_layouts())) [[unlikely]]
+    return true;
   const PointerPages& tables = pointer_pages();
   if (!tables.any()) [[likely]]
     return false;
@@ -225,7 +227,7 @@ void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
     Readable readable = each_parameter_word(launch, launch_layouts(), note);
     LibraryArguments::each_word(note);
     seat->count = found;
-    if (LibraryArguments::reach() == Reach::kEverything || names_a_table(launch) ||
+    if (LibraryArguments::reach() == Reach::kEverything || hides_pointers(launch) ||
         words > UseSeat::kMostPointers)
       readable = Readable::kNo;
     if (!stream_pools().any()) count_launch(readable, found);

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "hooks/intercept/cuda/driver_calls.hpp"
+#include "hooks/intercept/cuda/stable_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "runtime/metrics.hpp"
 
@@ -10,6 +11,7 @@ namespace terrace::hooks::cuda {
 namespace {
 
 constinit ParameterLayouts the_layouts;
+constinit TensorMaps the_maps;
 
 ParameterLayouts::Layout* make_layout(std::span<const Parameter> parameters) {
   using Layout = ParameterLayouts::Layout;
@@ -45,6 +47,15 @@ bool has_such_a_name(const DriverCalls& driver, FunctionHandle function) {
 }  // namespace
 
 ParameterLayouts& launch_layouts() noexcept { return the_layouts; }
+TensorMaps& tensor_maps() noexcept { return the_maps; }
+
+void TensorMaps::made(const void* map, const void* address) noexcept {
+  const std::uint64_t wanted = reinterpret_cast<std::uintptr_t>(address);
+  if (map == nullptr || !stable_blocks().may_hold(wanted)) return;
+  bool seen = false;
+  each_word(map, kBytes, [&](std::uint64_t word) { seen = seen || word == wanted; });
+  if (!seen) hidden_.store(true, std::memory_order_relaxed);
+}
 
 const ParameterLayouts::Layout* ParameterLayouts::learn(FunctionHandle function) noexcept {
   const std::uint64_t generation = generation_.load(std::memory_order_relaxed);
@@ -66,6 +77,7 @@ const ParameterLayouts::Layout* ParameterLayouts::learn(FunctionHandle function)
   layout->function = function;
   layout->generation = generation;
   layout->opaque = opaque;
+  for (const Parameter& each : layout->all()) layout->wide = layout->wide || each.bytes >= TensorMaps::kBytes;
   // A place of an older generation is taken over; its layout stays where a reader may still look.
   std::size_t at = home_of(function);
   for (std::size_t probes = 0; probes < kMostProbes; ++probes, at = (at + 1) & (kSlots - 1)) {

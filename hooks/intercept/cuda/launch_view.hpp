@@ -28,6 +28,7 @@ class ParameterLayouts {
     FunctionHandle function = nullptr;
     std::uint64_t generation = 0;
     std::uint32_t count = 0;
+    bool wide = false;    // a parameter is large enough for a tensor map
     bool opaque = false;  // the driver does not tell, or its name says that they are not all it reaches
     Parameter parameters[1];
     [[nodiscard]] std::span<const Parameter> all() const { return {parameters, count}; }
@@ -63,6 +64,20 @@ class ParameterLayouts {
 
 // The one of this process; never destroyed.
 [[nodiscard]] ParameterLayouts& launch_layouts() noexcept;
+
+// A driver has made a tensor map of a block's address in which that address is not to be seen: launches that
+// could have been given one reach more than their words say.
+class TensorMaps {
+ public:
+  static constexpr std::size_t kBytes = 128;  // CUtensorMap
+  constexpr TensorMaps() = default;
+  void made(const void* map, const void* address) noexcept;
+  [[nodiscard]] bool hide_addresses() const noexcept { return hidden_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<bool> hidden_{false};
+};
+[[nodiscard]] TensorMaps& tensor_maps() noexcept;
 
 // The parameters of one launch, in one of the two ways to give them.
 struct Launch {
@@ -104,6 +119,13 @@ template <typename Visit>
   for (std::size_t i = 0; i < layout->count; ++i)
     each_word(launch.parameters[i], layout->parameters[i].bytes, visit);
   return Readable::kYes;
+}
+
+// Whether it could have been given a tensor map.
+[[nodiscard]] inline bool may_hold_tensor_map(const Launch& launch, ParameterLayouts& layouts) noexcept {
+  if (launch.extra != nullptr) return true;
+  const ParameterLayouts::Layout* layout = layouts.of(launch.function);
+  return layout == nullptr || layout->wide;
 }
 
 // Reads a launch that is about to go to the driver, where a pool is in use, and counts what it can tell.

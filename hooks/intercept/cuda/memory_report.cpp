@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "hooks/intercept/cuda/stable_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/hook_settings.hpp"
 #include "hooks/intercept/wall.hpp"
@@ -9,7 +10,9 @@
 namespace terrace::hooks::cuda {
 
 void report_memory(DeviceOrdinal device, std::size_t& available, std::size_t& total) noexcept {
-  const Bytes unused = stream_pools().unused(device);
+  Bytes unused = stream_pools().unused(device);
+  if (const DeviceBlocks* const blocks = stable_blocks().of_device(device))
+    unused += blocks->space->hbm_kept();
   const auto room = wall().room(device);
   Bytes free(available);
   if (room) free = std::min(free, *room);

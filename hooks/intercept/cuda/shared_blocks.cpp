@@ -243,7 +243,10 @@ std::optional<CallResult> SharedBlocks::close(DevicePointer address) noexcept {
   return unmapped;
 }
 
-// The sockets and files are the parent's to answer for.
-void SharedBlocks::start_again_in_child() noexcept { new (this) SharedBlocks; }
+// Who asks is to find the parent, or nobody.
+void SharedBlocks::start_again_in_child() noexcept {
+  listener_.reset();
+  new (this) SharedBlocks;
+}
 
 }  // namespace terrace::hooks::cuda

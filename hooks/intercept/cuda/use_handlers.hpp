@@ -127,6 +127,26 @@ CallResult copy_described(const Call<Real>& call, const void* what, Rest... rest
   return call.real(what, rest...);
 }
 
+// ---------------------------------------------------------------- tensor maps
+
+template <typename Real, typename... Rest>
+CallResult encode_map(const Call<Real>& call, void* map, int type, unsigned rank, void* address,
+                      Rest... rest) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(map, type, rank, address, rest...);
+  if (result == kSuccess) tensor_maps().made(map, address);
+  return result;
+}
+template <typename Real>
+CallResult replace_address(const Call<Real>& call, void* map, void* address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kOther);
+  const CallResult result = call.real(map, address);
+  if (result == kSuccess) tensor_maps().made(map, address);
+  return result;
+}
+
 // ---------------------------------------------------------------- libraries
 
 // The launches below it use what it was given; or everything, where that is tables of pointers.

@@ -61,6 +61,9 @@ int cuMemcpyHtoD_v2(Pointer to, const void* from, std::size_t bytes);
 int cuMemcpyDtoH_v2(void* to, Pointer from, std::size_t bytes);
 int cuMemcpyAsync(Pointer to, Pointer from, std::size_t bytes, void* stream);
 int cuMemsetD8Async(Pointer to, unsigned char value, std::size_t bytes, void* stream);
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const void* sizes,
+                           const void* strides, const void* box, const void* steps, int interleave,
+                           int swizzle, int promotion, int fill);
 int cuPointerGetAttribute(unsigned* value, int attribute, Pointer address);
 int cuGraphLaunch(void* graph, void* stream);
 

@@ -245,6 +245,41 @@ void tables_from_host() {
   say("wrong", blocks.wrong());
 }
 
+// Both operands are in tensor maps, whose form is the driver's.
+struct TwoMaps {
+  Pointer words[2][16];
+};
+void mix_by_maps(void** parameters) {
+  const auto* const maps = static_cast<TwoMaps*>(parameters[0]);
+  Pointer pair[2] = {~maps->words[0][0], ~maps->words[1][0]};
+  void* const plain[2] = {&pair[0], &pair[1]};
+  slow_mix(const_cast<void**>(plain));
+}
+void tensor_maps() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(15));
+  void *stream = nullptr, *other = nullptr;
+  cuStreamCreate(&stream, 0);
+  cuStreamCreate(&other, 0);
+  void* const hidden = kernel("tma_kernel", mix_by_maps, {sizeof(TwoMaps)});
+  for (int round = 0; round < 4; ++round) {
+    TwoMaps maps{};
+    for (int i = 0; i < 2; ++i) {
+      cuTensorMapEncodeTiled(maps.words[i], 0, 1,
+                             reinterpret_cast<void*>(blocks.at[static_cast<std::size_t>(i)]), nullptr,
+                             nullptr, nullptr, nullptr, 0, 0, 0, 0);
+    }
+    use_the_others(blocks, stream);
+    void* parameters[] = {&maps};
+    cudaLaunchKernel(hidden, {1, 1, 1}, {1, 1, 1}, parameters, 0, other);
+    blocks.mixed(0, 1);
+    rest(2);
+    want_room();
+  }
+  say("wrong", blocks.wrong());
+}
+
 void captured() {
   cudaSetDevice(0);
   Blocks blocks;
@@ -518,6 +553,7 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"grouped", [] { by_tables("gemm_grouped_kernel", 1); }},
       {"untold", [] { by_tables("whatever", 0); }},
       {"tables-from-host", tables_from_host},
+      {"tensor-maps", tensor_maps},
       {"captured", captured},
       {"frees", reset_of_frees},
       {"peers", peers},
