@@ -70,6 +70,11 @@ JOBS = [
     panel("Use of the link's windows", "percentunit", [
         ("sum by (direction) (rate(terrace_link_window_bytes_total{%s}[$__rate_interval])) / "
          "(sum by (direction) (rate(terrace_link_window_capacity_bytes_total{%s}[$__rate_interval])) > 0)" % (JOB, JOB), "{{direction}}")]),
+    panel("Time of links leased", "percentunit", [("sum by (device, direction) (terrace_link_lease_ratio{%s})" % JOB, "{{device}} {{direction}}")],
+          text="Of each device that the job shares with others; the whole where it is alone."),
+    panel("Background copies held back", "percentunit", [
+        ("sum by (direction, reason) (rate(terrace_link_held_back_seconds_total{%s,direction=~\"d2h|h2d\"}[$__rate_interval]))" % JOB, "{{direction}} {{reason}}")],
+          text="By the job's lease of link time, or for a collective; summed over its processes."),
     panel("Fetches by kind of site", "ops", [("sum by (kind, outcome) (rate(terrace_cache_fetches_total{%s}[$__rate_interval]))" % JOB, "{{kind}} {{outcome}}")], "stack"),
     panel("Fetches by group of sites", "ops", [("sum by (group, outcome) (rate(terrace_site_group_fetches_total{%s}[$__rate_interval]))" % JOB, "{{group}} {{outcome}}")], "stack"),
     panel("Kept outputs and activations", "bytes", [("sum by (tier, content, state) (terrace_residency_bytes{%s,tier=~\"hbm|ddr\"})" % JOB, "{{content}} {{tier}} {{state}}")], "stack"),
@@ -80,7 +85,8 @@ JOBS = [
         ("sum by (reason, outcome) (rate(terrace_streamed_uses_total{%s,reason=~\"expert|optimizer\"}[$__rate_interval]))" % JOB, "{{reason}} {{outcome}}")]),
     panel("Experts by tier", "bytes", [("sum by (tier) (terrace_tier_bytes{%s,pool=\"expert\"})" % JOB, "{{tier}}")], "stack"),
     panel("Exchange rings", "none", [("sum by (state) (terrace_ring_slots{%s})" % JOB, "slots {{state}}"),
-                                     ("sum(rate(terrace_ring_exchanges_total{%s}[$__rate_interval]))" % JOB, "exchanges a second")]),
+                                     ("sum(rate(terrace_ring_exchanges_total{%s}[$__rate_interval]))" % JOB, "exchanges a second"),
+                                     ("sum(rate(terrace_announced_collectives_total{%s}[$__rate_interval]))" % JOB, "announced a second")]),
     panel("Passed through and worked around", "ops", [
         ("sum by (call_group) (rate(terrace_passthrough_calls_total{%s}[$__rate_interval]))" % JOB, "passed through: {{call_group}}"),
         ("sum by (point) (rate(terrace_faults_total{%s}[$__rate_interval]))" % JOB, "fault: {{point}}")]),
@@ -100,6 +106,8 @@ NODES = [
     panel("HBM leases by GPU", "bytes", [("sum by (device) (terrace_device_lease_bytes{%s,tier=\"hbm\"})" % NODE, "{{device}}")], "stack"),
     panel("HBM in live blocks by GPU", "bytes", [("sum by (device) (terrace_device_tier_bytes{%s,tier=\"hbm\"})" % NODE, "{{device}}")], "stack"),
     panel("Processes by GPU", "none", [("sum by (device) (terrace_device_processes{%s})" % NODE, "{{device}}")], "stack"),
+    panel("HBM of ended processes, not free yet", "bytes", [("sum by (device) (terrace_withheld_bytes{%s})" % NODE, "{{device}}")], "stack",
+          text="Held by processes that they forked, as the driver says; leased again when it is free."),
     panel("Pinning", "Bps", [("sum(rate(terrace_pinned_bytes_total{%s}[$__rate_interval])) / (sum(rate(terrace_pin_seconds_total{%s}[$__rate_interval])) > 0) or sum(rate(terrace_pinned_bytes_total{%s}[$__rate_interval]))" % (NODE, NODE, NODE), "pinned, each second of it")]),
     panel("Copies by direction", "ops", [("sum by (direction) (rate(terrace_transfers_total{%s}[$__rate_interval]))" % NODE, "{{direction}}")]),
     panel("Busy links", "percentunit", [("sum by (direction) (rate(terrace_transfer_seconds_total{%s}[$__rate_interval]))" % NODE, "{{direction}}")],
