@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "daemon/node_status.hpp"
+#include "daemon/status_text.hpp"
 
 namespace terrace {
 namespace {
@@ -77,6 +78,23 @@ TEST(StatusJson, BytesThatAreNoTextDoNotBreakIt) {
   ClientRegistry::View view;
   view.live = {record(1, "a", "\xff\xfe\x80")};
   EXPECT_TRUE(nlohmann::json::accept(text_of(view)));
+}
+
+TEST(StatusText, NamesLinksThatAreSharedAndHbmThatIsNotFreeYet) {
+  ClientRegistry::View view;
+  view.live = {record(1, "a", "0"), record(2, "b", "0"), record(3, "c", "1")};
+  view.live[0].link = {kLinkWhole / 4, kLinkWhole / 2};
+  view.live[1].link = {0, kLinkWhole / 2};
+  view.live[2].link = {kLinkWhole, kLinkWhole};  // alone on its device
+  view.live[1].course = Course::kPassthrough;
+  view.clients = 3;
+  view.accounts = {{TierId::kHbm, "0", 8_GiB, 2_GiB, 3_GiB}, {TierId::kHbm, "1", 8_GiB, 1_GiB, 0_B}};
+  const std::string text = status_text(status_json({1, "1.0", "/s", ""}, view, 0));
+  EXPECT_NE(text.find("link h2d 25%, d2h 50%"), std::string::npos) << text;
+  EXPECT_NE(text.find("link h2d 0%, d2h 50%  switched off"), std::string::npos) << text;
+  EXPECT_EQ(text.find("100%"), std::string::npos) << "nothing to say: " << text;
+  EXPECT_NE(text.find("hbm of device 0: 3.0 GiB of ended processes not free yet"), std::string::npos) << text;
+  EXPECT_EQ(text.find("device 1: "), std::string::npos) << text;
 }
 
 TEST(NodeStatus, RefusesWhatIsNoStatusAndIgnoresWrongTypes) {
