@@ -114,7 +114,7 @@ bool LinkLeases::measure(Link& link, Nanoseconds now) {
       use.part += kNewest * (part - use.part);
       const std::uint64_t limited = member.page->limited_at[d].load(std::memory_order_relaxed);
       const auto at = static_cast<std::uint64_t>(now.count());
-      const auto fresh = static_cast<std::uint64_t>(kFresh.count());
+      const auto fresh = static_cast<std::uint64_t>((kFresh * link.period()).count());
       const bool held_back = limited != 0 && limited <= at && at - limited < fresh;
       const std::uint32_t need = held_back ? kLinkWhole : need_for(use.part);
       changed = changed || need != use.need;
@@ -162,11 +162,15 @@ void LinkLeases::note_look(Link& link, Nanoseconds now) {
   for (auto& [uid, board] : link.boards) board.board->note_look(now);
 }
 
+Nanoseconds LinkLeases::Link::period() const {
+  return kLook * static_cast<Nanoseconds::rep>(std::max<std::size_t>(1, members.size() / kCrowd));
+}
+
 Nanoseconds LinkLeases::Link::next_look() const {
   const bool idle = std::all_of(members.begin(), members.end(), [](const Member& member) {
     return member.uses[0].need == 0 && member.uses[1].need == 0;
   });
-  return looked_at + (idle ? kIdleLook : kLook);
+  return looked_at + (idle ? kIdleLook : period());
 }
 
 void LinkLeases::look(Nanoseconds now) {

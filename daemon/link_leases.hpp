@@ -37,8 +37,10 @@ class LinkLeases {
   static constexpr Nanoseconds kLook = std::chrono::milliseconds(20);
   // While nobody copies: then everybody may use all, and who begins is seen by then.
   static constexpr Nanoseconds kIdleLook = 10 * kLook;
-  // Who was held back so long ago still needs all that it can get.
-  static constexpr Nanoseconds kFresh = 3 * kLook;
+  // A device with more processes is looked at less often, which bounds what dividing costs.
+  static constexpr std::size_t kCrowd = 8;
+  // Who was held back so many looks ago still needs all that it can get.
+  static constexpr int kFresh = 3;
 
   struct Seat {
     int fd = -1;  // the board's; stays ours
@@ -85,6 +87,7 @@ class LinkLeases {
     std::map<uid_t, Board> boards;
     std::vector<Member> members;
     Nanoseconds looked_at{0};
+    [[nodiscard]] Nanoseconds period() const;  // of looks while somebody copies
     [[nodiscard]] Nanoseconds next_look() const;
   };
 

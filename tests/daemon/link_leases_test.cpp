@@ -199,6 +199,15 @@ TEST(LinkLeases, WhereNobodyCopiesTheDaemonLooksSeldomAndEverybodyMayUseAll) {
   EXPECT_LE(*node.links().due(), node.now() + LinkLeases::kLook);
 }
 
+TEST(LinkLeases, ACrowdIsLookedAtLessOftenAndDividedAllTheSame) {
+  Node node;
+  for (int i = 0; i < 32; ++i) node.start("a", 1);
+  node.pass(100);
+  EXPECT_EQ(*node.links().due() - node.now() / (4 * LinkLeases::kLook) * (4 * LinkLeases::kLook),
+            4 * LinkLeases::kLook);
+  for (const Process& process : node.processes()) EXPECT_EQ(process.page().lease[0], kLinkWhole / 32);
+}
+
 TEST(LinkLeases, TwoWhoWantAllHaveHalfAndTheRestOfWhoStops) {
   Node node;
   node.start("a", 1);
