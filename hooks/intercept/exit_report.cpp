@@ -33,9 +33,9 @@ std::string exit_report(const ExitFigures& figures) {
   lines +=
       begin + (figures.step > 0 ? "a step of " + std::to_string(figures.step) + " uses was learned"
                                 : std::string("no repeating step was learned: the least recent left first"));
+  lines += "; " + std::to_string(figures.launches) + " launches read";
   if (figures.opaque_launches > 0)
-    lines +=
-        "; " + std::to_string(figures.opaque_launches) + " launches held everything, their pointers unknown";
+    lines += ", " + std::to_string(figures.opaque_launches) + " held everything, their pointers unknown";
   if (figures.fixed > 0_B) lines += "; " + format_bytes(figures.fixed) + " could not leave";
   lines += "\n" + begin + "with hbm.budget = \"" +
            std::to_string((figures.all_at_once + 1_MiB - 1_B) / 1_MiB) +

@@ -15,7 +15,7 @@ struct ExitFigures {
   double for_restores = 0, at_gates = 0, for_room = 0;  // seconds that threads of the program waited
   std::uint64_t uses_in_ddr = 0;
   std::uint64_t step = 0;  // uses in a learned step; 0: none was learned
-  std::uint64_t opaque_launches = 0;
+  std::uint64_t launches = 0, opaque_launches = 0;
   Bytes fixed{};        // blocks that could not leave
   Bytes all_at_once{};  // HBM in which nothing would have had to leave
 };

@@ -63,6 +63,14 @@ TEST(PreloadStable, WithoutDdrOrWhereItIsOffTheWallIsWhatItWas) {
   }
 }
 
+TEST(PreloadStable, NothingMovesForARuntimeThatLaunchesUnseen) {
+  const Ended ended = run_guest("twice", small_and_slow({"LOOPBACK_HIDDEN_LAUNCH=1"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "failed"), 0);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_THAT(ended.err, HasSubstr("this runtime launches past the driver's functions"));
+}
+
 TEST(PreloadStable, BlocksTravelBesideKernelsThatRunAndThatRace) {
   const Ended ended = run_guest("under-kernels", small_and_slow());
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
@@ -193,7 +201,7 @@ TEST(PreloadStable, GivesTheDaemonBackWhatItAsksFor) {
 TEST(PreloadStable, SaysAtTheEndWhatTravelledAndWhatALargerBudgetWouldDo) {
   const Ended ended = run_guest("twice", small());
   EXPECT_THAT(ended.err, HasSubstr("device 0: HBM peak 96.0 MiB of 96.0 MiB, DDR peak "));
-  EXPECT_THAT(ended.err, HasSubstr("a step of 32 uses was learned"));
+  EXPECT_THAT(ended.err, HasSubstr("a step of 32 uses was learned; 186 launches read"));
   EXPECT_THAT(ended.err, HasSubstr("with hbm.budget = \"128MiB\" nothing would have left"));
   EXPECT_EQ(std::count(ended.err.begin(), ended.err.end(), '\n'), 4) << ended.err;
   const Ended fits = run_guest("under-kernels", small({"TERRACE_HBM_BUDGET=1GiB"}));

@@ -512,13 +512,6 @@ CallResult get_entry_point_by_version(const Call<Real>& call, const char* symbol
 
 // ---------------------------------------------------------------- the runtime
 
-template <CallGroup Group, typename Real, typename... Arguments>
-CallResult runtime_pass(const Call<Real>& call, Arguments... arguments) noexcept {
-  const RuntimeCall guard;
-  if (guard.outermost()) recorder().calling(Group);
-  return call.real(arguments...);
-}
-
 // Apart from what the driver's functions have seen; no address of a process has this bit.
 [[nodiscard]] inline AllocationKey key_of_settled(const void* address) noexcept {
   return AllocationKey{reinterpret_cast<std::uintptr_t>(address) | (std::uint64_t{1} << 62)};

@@ -434,6 +434,12 @@ void StableBlocks::process_ends() noexcept try {
 } catch (...) {
 }
 
+void StableBlocks::launched_unseen() noexcept {
+  stop_moving();
+  for (std::uint32_t i = 0; i < devices(); ++i)
+    close(at(i), "this runtime launches past the driver's functions");
+}
+
 void StableBlocks::stop_moving() noexcept try {
   if (ending_.exchange(true)) return;
   for (std::uint32_t i = 0; i < devices(); ++i) (void)at(i).space->pause(kPatience / 10);
@@ -455,6 +461,7 @@ ExitFigures StableBlocks::figures_of(const DeviceBlocks& blocks) {
                       .for_room = seconds_of(pager.budget_wait),
                       .uses_in_ddr = pager.in_place,
                       .step = pager.period,
+                      .launches = metrics().value<Metric::kLaunches>(),
                       .opaque_launches = metrics().value<Metric::kOpaqueLaunches>()};
   // What else is charged at the end stands for what else was charged at the peak.
   const Bytes others = saturating_sub(wall().charged(blocks.ordinal), space.hbm_held);

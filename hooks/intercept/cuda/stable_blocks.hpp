@@ -105,6 +105,8 @@ class StableBlocks {
   void capture_ended() noexcept;
   void stream_ends(StreamHandle stream) noexcept;
   void device_reset(DeviceOrdinal device) noexcept;
+  // A kernel was launched by a way on which nobody looks.
+  void launched_unseen() noexcept;
   // Nothing moves any more; blocks stay usable.
   void stop_moving() noexcept;
   // The same, and what there was is reported.

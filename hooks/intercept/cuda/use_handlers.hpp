@@ -20,6 +20,7 @@ CallResult launch(const Call<Real>& call, FunctionHandle function, unsigned gx, 
   const DriverCall guard;
   count(guard, CallGroup::kLaunch);
   GuestUses uses;
+  DriverCall::note_launch();
   if (guard.outermost()) {
     see_launch({function, parameters, extra...});
     uses.launch({function, parameters, extra...}, {stream, call.default_stream});
@@ -32,11 +33,23 @@ CallResult launch(const Call<Real>& call, const LaunchConfig* config, FunctionHa
   const DriverCall guard;
   count(guard, CallGroup::kLaunch);
   GuestUses uses;
+  DriverCall::note_launch();
   if (guard.outermost() && config != nullptr) {
     see_launch({function, parameters, extra});
     uses.launch({function, parameters, extra}, {config->stream, call.default_stream});
   }
   return call.real(config, function, parameters, extra);
+}
+
+// Of a runtime that has a way of its own into the driver nothing would be known: then nothing moves.
+template <typename Real, typename... Arguments>
+CallResult runtime_launch(const Call<Real>& call, Arguments... arguments) noexcept {
+  const RuntimeCall guard;
+  if (guard.outermost()) recorder().calling(CallGroup::kLaunch);
+  const CallResult result = call.real(arguments...);
+  if (result == kSuccess && guard.outermost() && guard.no_launch_below() && stable_blocks().any())
+    stable_blocks().launched_unseen();
+  return result;
 }
 
 // On a stream that the call names last: what it reaches is in structures that are not read.

@@ -215,6 +215,11 @@ API cuPointerGetAttribute(unsigned* type, int attribute, Pointer address) {
   const bool device = entry->handles[mapping_around(entry, address)->second].device >= 0;
   return *type = device ? 2 : 1, kSuccess;
 }
+// Launches behind everybody's back.
+API loopback_hidden_launch(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           unsigned, void* stream, void** parameters, void**) {
+  return launch(function, stream, Zero::kLegacy, parameters);
+}
 // A kernel of the test's: `run` gets pointers to copies of its parameters, of these sizes. Where it is not
 // told, the driver does not say what they are.
 __attribute__((visibility("default"))) void* loopback_kernel(const char* name, void (*run)(void**),
