@@ -223,8 +223,8 @@ TEST(PreloadStableFaults, EachDriverCallMayFail) {
   std::atomic<int> over{0};
   const auto try_each = [&] {
     // Calls of several threads: which is the nth changes from run to run anyway.
-    for (long long nth = next.fetch_add(2); nth <= calls; nth = next.fetch_add(2)) {
-      const int code = nth / 2 % 2 == 0 ? kOutOfMemory : 999;
+    for (long long nth = next.fetch_add(3); nth <= calls; nth = next.fetch_add(3)) {
+      const int code = nth / 3 % 2 == 0 ? kOutOfMemory : 999;
       const Ended ended = run(nth, code, "1");
       EXPECT_EQ(ended.exit_code, 0) << "call " << nth << " with " << code << ": " << ended.err;
       EXPECT_EQ(value_of(ended, "wrong"), 0) << "call " << nth << " with " << code << ": " << ended.err;
