@@ -152,7 +152,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
   {
     const std::lock_guard lock(account.mutex);  // it is held while the link is being made
     Lease& lease = *account.lease;
-    if (hbm) {
+    if (hbm && !lease.led) {  // who leads is asked by the daemon himself
       lease.ceiling = ask.target;
       lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
       excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
@@ -162,7 +162,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
   const std::lock_guard lock(account.mutex);
   Lease& lease = *account.lease;
   const Bytes before = lease.lease;
-  if (hbm) {
+  if (hbm && !lease.led) {
     lease.lease = std::min(before, std::max(ask.target, Bytes(account.charged.load()) + lease.context));
     publish(account);
     // A charge that has come in between has seen the old limit, or is seen here.
