@@ -341,6 +341,20 @@ class Weights(unittest.TestCase):
 
         self.check(run, 120)
 
+    def test_nothing_of_ours_is_in_a_file(self):
+        with budget(WEIGHTS):
+            torch.manual_seed(0)
+            model = nn.ModuleList([layers(), nn.LSTM(WIDTH, WIDTH)])
+            train(model[0], adamw(model[0]), 1)
+            optimizer = adamw(model[0])
+            model[0](BATCH).sum().backward()
+            optimizer.step()
+            for what in (model, model.state_dict(), optimizer.state_dict(), list(model.parameters()),
+                         [p.grad for p in model[0].parameters()]):
+                file = io.BytesIO()
+                torch.save(what, file)
+                self.assertNotIn(b"terrace", file.getvalue())
+
     def test_a_model_looks_as_large_as_it_is(self):
         with budget(WEIGHTS) as plugin:
             model = layers()

@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from .library import FOR_GRADIENT
+from .parameters import Marked
 from .torch_versions import delete_gradient, gradient_of, set_gradient, storage_of
 
 
@@ -51,6 +52,7 @@ class Gradients:
         self._smallest = smallest
         self.always = False  # whatever room there is
         self.make_room = lambda ledger, nbytes, keys: None  # weights may leave
+        self._captured = Marked()
         self._hooked = {}  # by id: (weak parameter, handle)
         self._accumulated = threading.local()  # weak, on this thread: may leave
         self._nobody_else = _calibrate()
@@ -134,7 +136,7 @@ class Gradients:
     def _before(self, parameter):
         ledger = self._ledger_of(parameter.device)
         if ledger is not None and ledger.is_capturing():
-            parameter._terrace_gradient_stays = True  # a graph writes it where it is
+            self._captured.add(parameter)  # a graph writes its gradient where it is
             return
         self.whole(parameter)
         waiting = getattr(self._accumulated, "list", None)
@@ -155,7 +157,7 @@ class Gradients:
             gradient = gradient_of(parameter)
             if gradient is None or parameter.device != ledger.device or _references(parameter) > self._nobody_else + 1:
                 continue
-            if getattr(parameter, "_terrace_gradient_stays", False):
+            if parameter in self._captured:
                 continue
             if self._may_move(gradient) and not ledger.states.moves(id(gradient)):
                 ledger.states.send(gradient, GradientOf(parameter, gradient), FOR_GRADIENT, keeps=True)

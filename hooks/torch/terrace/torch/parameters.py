@@ -11,11 +11,26 @@ import torch
 from .torch_versions import storage_of
 
 
+class Marked:
+    """Parameters by identity, as long as they live. A mark on the tensor itself would be pickled with it."""
+
+    def __init__(self):
+        self._weak = {}
+
+    def add(self, parameter):
+        self._weak[id(parameter)] = weakref.ref(parameter)
+
+    def __contains__(self, parameter):
+        weak = self._weak.get(id(parameter))
+        return weak is not None and weak() is parameter
+
+
 class Parameters:
     LOOK_ROUNDS = 3
     all = []  # weak, of the process
     _registered = 0
-    on_register = None  # called with (module, parameter)
+    held_elsewhere = Marked()  # their module holds them in a list of its own, too
+    on_register = None  # called with the parameter
 
     def __init__(self):
         self._looked = {}  # by ledger: how many were registered at the last look
@@ -33,7 +48,7 @@ class Parameters:
                 cls.all.append(weakref.ref(param))
                 cls._registered += 1
                 if isinstance(module, torch.nn.RNNBase):
-                    param._terrace_stays = True  # such a module holds its weights in a list of its own, too
+                    cls.held_elsewhere.add(param)
                 if cls.on_register is not None:
                     cls.on_register(param)
 

@@ -207,7 +207,7 @@ class Travellers:
                 continue
             with torch.inference_mode(False):
                 set_data(tensor, view_of(one.storage, tensor, one.geometry))
-            tensor._terrace_bytes = 0
+            del tensor._terrace_bytes  # it would be pickled with the tensor
             self.absent.pop(one.key, None)
             ledger.tie(tensor, one.stream, stream)
             one.stream = stream

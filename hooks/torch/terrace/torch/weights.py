@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from .library import FOR_WEIGHTS
+from .parameters import Parameters
 from .torch_versions import data_of, set_data, storage_of, view_of
 
 AHEAD = 2  # weights on their way at a time
@@ -201,7 +202,7 @@ class Weights:
         nbytes = parameter.numel() * parameter.element_size()
         if (type(parameter) is not torch.nn.Parameter or parameter.device != ledger.device
                 or parameter.layout is not torch.strided or nbytes < self._smallest or parameter.is_quantized
-                or getattr(parameter, "_terrace_stays", False)):
+                or parameter in Parameters.held_elsewhere):
             return False
         return id(parameter) in ledger.states.absent or storage_of(parameter).nbytes() == nbytes
 
