@@ -152,7 +152,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
   {
     const std::lock_guard lock(account.mutex);  // it is held while the link is being made
     Lease& lease = *account.lease;
-    if (hbm && !lease.led) {  // who leads is asked by the daemon himself
+    if (hbm && !lease.led) {  // else the daemon asks whoever leads
       lease.ceiling = ask.target;
       lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
       excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
