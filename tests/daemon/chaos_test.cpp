@@ -1,7 +1,7 @@
 // Clients and daemon are killed at random, by seed, while eight clients run and share less than they want.
 // Nothing is lost, nothing is counted twice, survivors compute what they would have computed.
 //
-// TERRACE_CHAOS_KILLS sets how many kills there are (the measure is 200), TERRACE_CHAOS_SEED which.
+// TERRACE_CHAOS_KILLS sets how many kills there are (200: half a minute), TERRACE_CHAOS_SEED which.
 #include <gtest/gtest.h>
 
 #include <filesystem>
