@@ -45,10 +45,9 @@ Error Problems::first(std::string_view source) const {
   TERRACE_CHECK(!problems_.empty(), "there is a problem");
   const auto& found = *std::min_element(problems_.begin(), problems_.end(),
                                         [](const auto& a, const auto& b) { return a.position < b.position; });
-  std::string text = std::string(source) + ":" + std::to_string(found.position.line) + ":" +
-                     std::to_string(found.position.column) + ": " + found.text;
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
+  // A syntax error quotes what it found; so may the name of the file.
+  std::string text = escaped(std::string(source) + ":" + std::to_string(found.position.line) + ":" +
+                             std::to_string(found.position.column) + ": " + found.text);
   return Error{Errc::kInvalidArgument, std::move(text), {}, Pool::kScratch};
 }
 

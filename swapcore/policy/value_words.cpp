@@ -28,13 +28,10 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 
 }  // namespace
 
-std::string in_quotes(std::string_view text) {
+std::string escaped(std::string_view text) {
   static constexpr char kHex[] = "0123456789abcdef";
-  std::size_t kept = std::min(text.size(), kQuotedMost);
-  // Cut between characters: a byte 10xxxxxx continues one.
-  while (kept > 0 && kept < text.size() && (static_cast<unsigned char>(text[kept]) & 0xC0) == 0x80) --kept;
-  std::string out = "\"";
-  for (const char c : text.substr(0, kept)) {
+  std::string out;
+  for (const char c : text) {
     const auto byte = static_cast<unsigned char>(c);
     if (byte < 0x20 || byte == 0x7F) {
       out += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
@@ -42,8 +39,14 @@ std::string in_quotes(std::string_view text) {
       out += c;
     }
   }
-  out += kept < text.size() ? "...\"" : "\"";
   return out;
+}
+
+std::string in_quotes(std::string_view text) {
+  std::size_t kept = std::min(text.size(), kQuotedMost);
+  // Cut between characters: a byte 10xxxxxx continues one.
+  while (kept > 0 && kept < text.size() && (static_cast<unsigned char>(text[kept]) & 0xC0) == 0x80) --kept;
+  return '"' + escaped(text.substr(0, kept)) + (kept < text.size() ? "...\"" : "\"");
 }
 
 std::string_view nearest_word(std::string_view word, std::span<const std::string_view> known) {

@@ -16,6 +16,9 @@ enum class AutoAllowed : std::uint8_t { kNo, kYes };
 // As parse_amount(text), which allows "auto".
 [[nodiscard]] Result<Amount> parse_amount(std::string_view text, AutoAllowed auto_allowed);
 
+// The text with its control characters as \x1b: fit for one line of a terminal.
+[[nodiscard]] std::string escaped(std::string_view text);
+
 // The text in double quotes, fit for one line: control characters escaped, long text cut short with "...".
 [[nodiscard]] std::string in_quotes(std::string_view text);
 

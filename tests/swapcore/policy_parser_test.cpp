@@ -131,6 +131,13 @@ TEST(Policy, ErrorsAreOneLineWhateverAKeyHolds) {
   EXPECT_THAT(text, StartsWith("p.toml:1:1: a\\x0ab: unknown key"));
 }
 
+TEST(Policy, ASyntaxErrorThatQuotesTheFileIsFitForATerminal) {
+  const auto parsed = parse_policy("a = n\x7F\n", "p\x1B[2J.toml");
+  ASSERT_FALSE(parsed.ok());
+  EXPECT_THAT(parsed.error().text, StartsWith("p\\x1b[2J.toml:1:6: syntax: "));
+  EXPECT_THAT(parsed.error().text, HasSubstr("n\\x7f"));
+}
+
 TEST(Policy, AnAddressIsCheckedBeforeAnybodyListens) {
   for (const char* good : {"127.0.0.1:1", "0.0.0.0:65535", "[::]:9464", "localhost:9464", "node-7.cluster:0"})
     EXPECT_EQ(policy("[metrics]\nlisten = \"" + std::string(good) + "\"").metrics.listen, good);
