@@ -45,9 +45,10 @@ Error Problems::first(std::string_view source) const {
   TERRACE_CHECK(!problems_.empty(), "there is a problem");
   const auto& found = *std::min_element(problems_.begin(), problems_.end(),
                                         [](const auto& a, const auto& b) { return a.position < b.position; });
-  // A syntax error quotes what it found; so may the name of the file.
-  std::string text = escaped(std::string(source) + ":" + std::to_string(found.position.line) + ":" +
-                             std::to_string(found.position.column) + ": " + found.text);
+  std::string text = std::string(source) + ":" + std::to_string(found.position.line) + ":" +
+                     std::to_string(found.position.column) + ": " + found.text;
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  text = escaped(text);  // a syntax error quotes what it found
   return Error{Errc::kInvalidArgument, std::move(text), {}, Pool::kScratch};
 }
 
