@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 sys.path.insert(0, str(ROOT / "examples"))
 from experts import PRESETS as EXPERT_PRESETS, value_of, with_keys  # noqa: E402
 from training_runs import (RunError, bench_parser, last_lines, log_text, losses_equal, mib,  # noqa: E402
-                           only_the_command_line_counts, run_logged, settled, text_files)
+                           outcome_of, run_logged, settled, text_files)
 
 SEED = 7
 SHARE = 25  # of the way from plain's peak to that of no recomputation, in percent
@@ -88,10 +88,6 @@ def text_table(rows):
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
                                for i, (cell, width) in enumerate(zip(line, widths))) for line in lines)
-
-
-def note(text):
-    print(f"combinations: {text}", file=sys.stderr, flush=True)
 
 
 class Bench:
@@ -168,20 +164,14 @@ def options_of(arguments):
 
 def main(arguments):
     options = options_of(arguments)
-    only_the_command_line_counts()
-    wrongs = []
-    try:
+
+    def run():
         bench = Bench(options)
         bench.run()
-        wrongs = [row.wrong() for row in bench.rows if row.wrong()]
         print(text_table(bench.rows), file=sys.stderr)
-    except RunError as error:
-        wrongs.append(str(error))
-    except KeyboardInterrupt:
-        return 130
-    for wrong in wrongs:
-        note(wrong)
-    return 1 if wrongs else 0
+        return [row.wrong() for row in bench.rows if row.wrong()]
+
+    return outcome_of("combinations", run)
 
 
 if __name__ == "__main__":

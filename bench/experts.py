@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 from training_runs import (RunError, bench_parser, last_lines, log_text, losses_equal, mib,  # noqa: E402
-                           only_the_command_line_counts, run_logged, settled, text_files)
+                           outcome_of, run_logged, settled, text_files)
 
 SEED = 7
 PROBE_STEPS = 3  # the second is measured
@@ -268,18 +268,13 @@ def options_of(arguments):
 
 def main(arguments):
     options = options_of(arguments)
-    only_the_command_line_counts()
-    try:
+
+    def run():
         bench = Bench(options)
         bench.run()
-        wrongs = bench.wrongs
-    except RunError as error:
-        wrongs = [str(error)]
-    except KeyboardInterrupt:
-        return 130
-    for wrong in wrongs:
-        note(wrong)
-    return 1 if wrongs else 0
+        return bench.wrongs
+
+    return outcome_of("experts", run)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,20 @@ def only_the_command_line_counts():
         os.environ.pop(name, None)
 
 
+def outcome_of(name, run):
+    """The exit code of a bench whose run() returns what is wrong: 0 where nothing is, 130 after an interrupt."""
+    only_the_command_line_counts()
+    try:
+        wrongs = run()
+    except RunError as error:
+        wrongs = [str(error)]
+    except KeyboardInterrupt:
+        return 130
+    for wrong in wrongs:
+        print(f"{name}: {wrong}", file=sys.stderr, flush=True)
+    return 1 if wrongs else 0
+
+
 def text_files():
     folder = Path(os.environ.get("TERRACE_TEXT_DIR", TEXT_FOLDER))
     files = [folder / name for name in TEXT_FILES if (folder / name).is_file()]
