@@ -4,7 +4,7 @@ import unittest
 
 from stand_in_trainer import StandInBench
 
-# 1000 live bytes in each step, and offloading sends some to DDR.
+# 1000 live bytes in each step, and offloading sends some to DDR, where a slab is pinned in any case.
 TRAINER = """#!/usr/bin/env python3
 import json, os, sys
 options = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -12,8 +12,9 @@ offloaded = 'contingency = "offload"' in open(options["--policy"]).read()
 steps, grown = int(options["--steps"]), int(os.environ.get("FAKE_GROWTH", 0))
 steps -= "FAKE_SHORT" in os.environ
 loss = 2.5 + (1e-7 if offloaded and "FAKE_OTHER_BITS" in os.environ else 0)
-ddr = 64 if offloaded and "FAKE_NOTHING_LEAVES" not in os.environ else 0
-json.dump({"ms_per_step": 10.0, "tokens_per_second": float(options["--length"]), "hbm_peak_bytes": 1200, "ddr_peak_bytes": ddr,
+spilled = 32 if offloaded and "FAKE_NOTHING_LEAVES" not in os.environ else 0
+json.dump({"ms_per_step": 10.0, "tokens_per_second": float(options["--length"]), "hbm_peak_bytes": 1200, "ddr_peak_bytes": 64,
+           "spilled_bytes": spilled,
            "losses": [loss] * steps, "losses_hex": [loss.hex()] * steps, "stall_seconds": 0.002 * steps,
            "by_step": [{"hbm_live_peak_bytes": 1000 + grown * i} for i in range(steps)]}, open(options["--json"], "w"))
 """
