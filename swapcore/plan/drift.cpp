@@ -11,10 +11,12 @@ constexpr int kReferenceSteps = 3;
 constexpr int kInARow = 3;  // one odd step (evaluation, a short batch) is no drift
 constexpr int kStepsUntilLate = 4;
 constexpr int kMostPatience = 4096;
+constexpr int kWarm = 16;
 
 }  // namespace
 
 void DriftWatch::add(double seconds, double late_seconds) {
+  ++lived_;
   ++steps_;
   deviated_ = 0;
   seconds_ += seconds;
@@ -35,14 +37,17 @@ void DriftWatch::add_deviated() {
   ++deviated_;
 }
 
-bool DriftWatch::drifted() const {
+bool DriftWatch::drifted() const { return changed() || (!warm_ && lived_ >= kWarm); }
+
+bool DriftWatch::changed() const {
   return steps_ >= patience_ && (beyond_ >= kInARow || deviated_ >= kInARow);
 }
 
 bool DriftWatch::often_late() const { return steps_ >= kStepsUntilLate && late_ > kLateShare * seconds_; }
 
 void DriftWatch::measured_again() {
-  patience_ = std::min(kMostPatience, patience_ * 2);
+  if (changed()) patience_ = std::min(kMostPatience, patience_ * 2);
+  warm_ = warm_ || lived_ >= kWarm;
   solved_again();
 }
 

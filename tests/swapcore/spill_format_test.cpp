@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "runtime/fault.hpp"
@@ -106,6 +108,12 @@ TEST_F(PackedOutputs, TravelSmallerAndComeBackNear) {
             static_cast<std::uint64_t>(counters.spill_error_largest * 1e6));
   EXPECT_EQ(metrics().value<Metric::kSpillErrorMean>(),
             static_cast<std::uint64_t>(counters.spill_error_mean * 1e6));
+  // Copies end when they end; a step's begin sees which have.
+  for (int i = 0; i < 1000 && session_->hbm_usage().live != before; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    session_->begin_step();
+    session_->end_step();
+  }
   EXPECT_EQ(session_->hbm_usage().live, before) << "nothing is left behind";
 }
 
@@ -159,20 +167,24 @@ TEST_F(PackedOutputs, WhatCannotBePackedIsComputedAgain) {
 
 TEST_F(PackedOutputs, WhatCannotBeUnpackedIsComputedAgainAndFetchedOnce) {
   open();
-  session_->begin_step();
-  session_->enter_forward(0);
-  session_->offer({site(0)}, computed(0), Element::kF32);
-  session_->enter_head();
-  session_->enter_backward(0);
-  {
-    const ScopedFaults faults(fail_call(FaultPoint::kDeviceLaunch, 1));
-    EXPECT_EQ(session_->fetch({site(0)}, kOutput), nullptr);
-  }
+  std::uint64_t steps = 0;
+  do {  // again where the output has left so late that it is not back: there is nothing to unpack then
+    ++steps;
+    session_->begin_step();
+    session_->enter_forward(0);
+    session_->offer({site(0)}, computed(0), Element::kF32);
+    session_->enter_head();
+    session_->enter_backward(0);
+    {
+      const ScopedFaults faults(fail_call(FaultPoint::kDeviceLaunch, 1));
+      EXPECT_EQ(session_->fetch({site(0)}, kOutput), nullptr);
+    }
+    EXPECT_TRUE(device_->synchronize(compute_));
+    session_->end_step();
+  } while (counted(FallbackReason::kNotBack) == steps && steps < 1000);
   EXPECT_EQ(counted(FallbackReason::kCopyFailed), 1U);
-  EXPECT_TRUE(device_->synchronize(compute_));
-  session_->end_step();
   const SessionCounters counters = session_->counters();
-  EXPECT_EQ(counters.hits + counters.misses + counters.late, 1U);
+  EXPECT_EQ(counters.hits + counters.misses + counters.late, steps);
 }
 
 TEST_F(PackedOutputs, AnotherShapeIsAMissOfThePackedFormToo) {
