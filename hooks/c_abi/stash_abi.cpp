@@ -142,6 +142,8 @@ terrace_result terrace_stash_read_lease(terrace_stash* stash, terrace_stash_leas
     all.hbm_used_bytes = state.used.count();
     all.ddr_bytes = stash->stash->lease().ddr().count();
     all.switched_off = state.switched_off ? 1 : 0;
+    all.overflow_bytes = state.overflow.count();
+    all.refusals = state.refusals;
     return give_struct(all, lease) ? TERRACE_OK : bad_argument("lease is null, or its struct_size is wrong");
   });
 }

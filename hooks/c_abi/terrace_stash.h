@@ -57,6 +57,9 @@ typedef struct terrace_stash_lease {
   uint64_t hbm_used_bytes;   /* as the preload library counts; 0: there is none */
   uint64_t ddr_bytes;        /* may be pinned now */
   int32_t switched_off;      /* nonzero: `terrace off` has reached the process; nothing is to move */
+  uint64_t
+      overflow_bytes; /* of device allocations that found no HBM and lie in DDR now, read over the link */
+  uint64_t refusals;  /* of device allocations by the preload library so far; never falls */
 } terrace_stash_lease;
 
 typedef struct terrace_stash_counters {

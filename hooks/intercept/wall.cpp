@@ -185,7 +185,8 @@ void Wall::publish(Account& account) {
   account.limit.store(saturating_sub(account.lease->lease, account.lease->context).count());
 }
 
-void Wall::refused(const Account& account, Bytes bytes) noexcept {
+void Wall::refused(Account& account, Bytes bytes) noexcept {
+  account.refusals.fetch_add(1, std::memory_order_relaxed);
   metrics().add<Metric::kRefusedAllocations>(1);
   metrics().add<Metric::kRefusedBytes>(bytes);
   const Bytes held(account.charged.load());
@@ -293,6 +294,12 @@ Bytes Wall::charged_peak(int device) const noexcept {
   return device < 0 || device >= kMostDevices
              ? 0_B
              : Bytes(accounts_[static_cast<std::size_t>(device)].peak.load());
+}
+
+std::uint64_t Wall::refusals(int device) const noexcept {
+  return device < 0 || device >= kMostDevices
+             ? 0
+             : accounts_[static_cast<std::size_t>(device)].refusals.load(std::memory_order_relaxed);
 }
 
 Bytes Wall::budget(int device) noexcept {

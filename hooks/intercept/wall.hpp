@@ -62,8 +62,9 @@ class Wall {
   [[nodiscard]] std::optional<Bytes> room(int device) noexcept;
   [[nodiscard]] Bytes charged(int device) const noexcept;
   [[nodiscard]] Bytes charged_peak(int device) const noexcept;
-  [[nodiscard]] Bytes budget(int device) noexcept;   // zero: no account is open
-  [[nodiscard]] Bytes context(int device) noexcept;  // the driver's own, as last measured
+  [[nodiscard]] std::uint64_t refusals(int device) const noexcept;  // so far
+  [[nodiscard]] Bytes budget(int device) noexcept;                  // zero: no account is open
+  [[nodiscard]] Bytes context(int device) noexcept;                 // the driver's own, as last measured
   // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
   // Of the device's link, with the seat of the account's lease; never destroyed. Null: no memory.
@@ -96,7 +97,8 @@ class Wall {
   };
   struct Account {
     std::atomic<std::uint64_t> charged{0};
-    std::atomic<std::uint64_t> peak{0};            // of charged
+    std::atomic<std::uint64_t> peak{0};  // of charged
+    std::atomic<std::uint64_t> refusals{0};
     std::atomic<std::uint64_t> limit{0};           // what the lease leaves for charges
     std::mutex mutex;                              // the next two
     Lease* lease = nullptr;                        // never destroyed: calls come while static objects go
@@ -113,7 +115,7 @@ class Wall {
   [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
   static void publish(Account& account);
   void give_back_excess(Account& account) noexcept;
-  static void refused(const Account& account, Bytes bytes) noexcept;
+  static void refused(Account& account, Bytes bytes) noexcept;
 
   std::array<Account, kMostDevices> accounts_{};
   DeviceSource source_{};

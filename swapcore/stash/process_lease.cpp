@@ -27,7 +27,9 @@ Function* found(const char* name) {
 
 PreloadWall PreloadWall::of_this_process() {
   return {found<std::uint64_t(int)>("terrace_wall_used"),
-          found<void(int, std::uint64_t)>("terrace_wall_set_limit")};
+          found<void(int, std::uint64_t)>("terrace_wall_set_limit"),
+          found<std::uint64_t(int)>("terrace_wall_overflow"),
+          found<std::uint64_t(int)>("terrace_wall_refusals")};
 }
 
 ProcessLease::ProcessLease(Device& device, Options options)
@@ -127,6 +129,8 @@ ProcessLease::State ProcessLease::state() {
   State now;
   now.hbm = Bytes(hbm_.load(std::memory_order_relaxed));
   now.used = options_.wall.present() ? Bytes(options_.wall.used(device_index_)) : 0_B;
+  if (options_.wall.overflow != nullptr) now.overflow = Bytes(options_.wall.overflow(device_index_));
+  if (options_.wall.refusals != nullptr) now.refusals = options_.wall.refusals(device_index_);
   now.target = now.hbm;
   if (link_ == nullptr) return now;
   now.switched_off = link_->passthrough();

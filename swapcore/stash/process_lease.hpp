@@ -29,6 +29,10 @@ struct PreloadWall {
   std::uint64_t (*used)(int device) = nullptr;  // charged, and the context's own
   // Whatever the process is charged beyond `limit` is refused; a lease of the wall's own is given back.
   void (*set_limit)(int device, std::uint64_t limit) = nullptr;
+  // Of device allocations: bytes that lie in DDR now for want of room, and how many were refused so far. An
+  // older library has neither.
+  std::uint64_t (*overflow)(int device) = nullptr;
+  std::uint64_t (*refusals)(int device) = nullptr;
 
   [[nodiscard]] static PreloadWall of_this_process();
   [[nodiscard]] bool present() const { return used != nullptr && set_limit != nullptr; }
@@ -46,9 +50,11 @@ class ProcessLease {
     } daemon = Daemon::kJoin;  // where the environment names one
   };
   struct State {
-    Bytes hbm;                  // may be held
-    Bytes target;               // the daemon asks to come down to this; hbm where it asks for nothing
-    Bytes used;                 // as the wall counts; zero where there is none
+    Bytes hbm;       // may be held
+    Bytes target;    // the daemon asks to come down to this; hbm where it asks for nothing
+    Bytes used;      // as the wall counts, like the next two; zero where there is none
+    Bytes overflow;  // device allocations that lie in DDR
+    std::uint64_t refusals = 0;
     bool switched_off = false;  // `terrace off`: nothing is limited
   };
 

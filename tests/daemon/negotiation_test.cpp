@@ -77,12 +77,15 @@ TEST_P(StashLease, GivesWayDownToWhatItNeedsAndGrowsAgain) {
   const bool walled = GetParam().walled > 0_B;
   if (walled) {
     options.wall = {[](int) { return wall_used.load(); },
-                    [](int, std::uint64_t limit) { wall_limit = limit; }};
+                    [](int, std::uint64_t limit) { wall_limit = limit; },
+                    [](int) { return std::uint64_t{5} << 20; }, [](int) { return std::uint64_t{7}; }};
   }
   const auto lease = ProcessLease::join(**device, options);
   ::unsetenv("TERRACE_SOCKET");
   ASSERT_TRUE(lease) << lease.error().text;
   EXPECT_EQ((*lease)->state().hbm, 6_GiB);
+  EXPECT_EQ((*lease)->state().overflow, walled ? 5_MiB : 0_B);
+  EXPECT_EQ((*lease)->state().refusals, walled ? 7U : 0U);
   EXPECT_EQ(server.leased(TierId::kHbm), 6_GiB) << "and not what the wall counts on top";
   EXPECT_EQ((*lease)->ddr(), 1_GiB);
   EXPECT_EQ(Bytes(wall_limit.load()), walled ? 6_GiB : 0_B);

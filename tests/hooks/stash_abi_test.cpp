@@ -106,6 +106,8 @@ TEST_F(StashAbi, WithoutADaemonTheLeaseIsTheBudget) {
   EXPECT_EQ(lease.hbm_used_bytes, 0U) << "no preload library counts";
   EXPECT_EQ(lease.ddr_bytes, 64U << 20);
   EXPECT_EQ(lease.switched_off, 0);
+  EXPECT_EQ(lease.overflow_bytes, 0U) << "nor serves";
+  EXPECT_EQ(lease.refusals, 0U);
   EXPECT_EQ(terrace_stash_give_way(nullptr, 0, 0), TERRACE_INVALID_ARGUMENT);
   EXPECT_EQ(terrace_stash_read_lease(stash_, nullptr), TERRACE_INVALID_ARGUMENT);
 }

@@ -66,3 +66,7 @@ extern "C" __attribute__((visibility("default"))) void terrace_wall_set_limit(in
                                                                               std::uint64_t limit) {
   terrace::hooks::wall().set_limit(device, terrace::Bytes(limit));
 }
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_overflow(int) { return 0; }
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_refusals(int device) {
+  return terrace::hooks::wall().refusals(device);
+}

@@ -53,6 +53,8 @@ class Lease(ctypes.Structure):
         ("hbm_used_bytes", ctypes.c_uint64),
         ("ddr_bytes", ctypes.c_uint64),
         ("switched_off", ctypes.c_int32),
+        ("overflow_bytes", ctypes.c_uint64),
+        ("refusals", ctypes.c_uint64),
     ]
 
 
