@@ -35,7 +35,9 @@ std::string exit_report(const ExitFigures& figures) {
                                 : std::string("no repeating step was learned: the least recent left first"));
   lines += "; " + std::to_string(figures.launches) + " launches read";
   if (figures.opaque_launches > 0)
-    lines += ", " + std::to_string(figures.opaque_launches) + " held everything, their pointers unknown";
+    lines += ", " + std::to_string(figures.opaque_launches) +
+             " held everything, their pointers unknown (the first: " + std::string(figures.first_opaque) +
+             ")";
   if (figures.fixed > 0_B) lines += "; " + format_bytes(figures.fixed) + " could not leave";
   lines += "\n" + begin + "with hbm.budget = \"" +
            std::to_string((figures.all_at_once + 1_MiB - 1_B) / 1_MiB) +

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "runtime/units.hpp"
 
@@ -16,8 +17,9 @@ struct ExitFigures {
   std::uint64_t uses_in_ddr = 0;
   std::uint64_t step = 0;  // uses in a learned step; 0: none was learned
   std::uint64_t launches = 0, opaque_launches = 0;
-  Bytes fixed{};        // blocks that could not leave
-  Bytes all_at_once{};  // HBM in which nothing would have had to leave
+  std::string_view first_opaque{};  // its name, and why
+  Bytes fixed{};                    // blocks that could not leave
+  Bytes all_at_once{};              // HBM in which nothing would have had to leave
 };
 
 // A few lines of one device, each with its end; empty where nothing has left HBM.

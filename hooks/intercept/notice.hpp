@@ -12,7 +12,8 @@ enum class Notice : std::uint8_t {
   kNoBudget,    // the policy leaves nothing of a device
   kBadSetting,  // a variable of the environment
   kNoSpill,     // blocks of stable addresses cannot leave HBM
-  kDdrFull      // nor, for now, can they: DDR is full
+  kDdrFull,     // nor, for now, can they: DDR is full
+  kOpaque       // a launch holds every block, for it does not say what it reaches
 };
 
 // Writes "terrace: LINE" where the kind has not been said. Never throws; errno is kept.

@@ -55,6 +55,33 @@ TEST(PreloadStable, TwiceTheBudgetIsRightToTheLastBit) {
   }
 }
 
+// A runtime that is linked in launches by handles of its library, which the calls about functions refuse.
+TEST(PreloadStable, KernelsAreReadByWhicheverCallKnowsTheirHandles) {
+  for (const char* served : {"info", "function"}) {
+    const Ended ended =
+        run_guest("twice", small({std::string("LOOPBACK_KERNEL_CALLS=") + served}), "memory_guest_static");
+    EXPECT_EQ(value_of(ended, "wrong"), 0) << served << ended.err;
+    EXPECT_THAT(ended.err, HasSubstr("186 launches read\n")) << served;
+  }
+}
+
+TEST(PreloadStable, SaysWhyALaunchHoldsEverything) {
+  const Ended ended = run_guest("twice", small({"LOOPBACK_KERNEL_CALLS=none"}), "memory_guest_static");
+  EXPECT_EQ(value_of(ended, "wrong"), 0) << ended.err;
+  const std::string why =
+      "cuFuncGetParamInfo said 400, cuKernelGetParamInfo said 400, cuKernelGetFunction said 400";
+  EXPECT_THAT(ended.err, HasSubstr("terrace: launches of a kernel hold everything: " + why + "\n"));
+  EXPECT_THAT(ended.err,
+              HasSubstr(" held everything, their pointers unknown (the first: a kernel, " + why + ")\n"));
+  const Ended untold = run_guest("untold", small());
+  EXPECT_THAT(untold.err,
+              HasSubstr("terrace: launches of \"whatever\" hold everything: cuFuncGetParamInfo said 400, "));
+  const Ended grouped = run_guest("grouped", small());
+  EXPECT_THAT(grouped.err,
+              HasSubstr("terrace: launches of \"gemm_grouped_kernel\" hold everything: by its name it takes "
+                        "pointers from device memory\n"));
+}
+
 TEST(PreloadStable, WithoutDdrOrWhereItIsOffTheWallIsWhatItWas) {
   for (const char* off : {"TERRACE_DDR_BUDGET=0B", "TERRACE_HOOK_SPILL=off"}) {
     const Ended ended = run_guest("twice", small({off}));

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "hooks/intercept/cuda/symbols.hpp"
 #include "hooks/intercept/loaded_library.hpp"
 
 namespace terrace::hooks::cuda {
@@ -15,10 +16,23 @@ bool find(Function& function, const char* name) {
   return function != nullptr;
 }
 
+// What a driver does not export it may still hand out to who asks for it by its release.
+template <typename Function>
+void find_or_ask(Function& function, const char* name) {
+  constexpr int kRelease = 12040;  // the newest of what is optional here
+  if (find(function, name)) return;
+  using Ask = CallResult (*)(const char*, void**, int, unsigned long long, QueryResult*);
+  const auto ask = reinterpret_cast<Ask>(real_function(Symbol::cuGetProcAddress_v2));
+  void* found = nullptr;
+  QueryResult how = 0;
+  if (ask != nullptr && ask(name, &found, kRelease, 0, &how) == kSuccess)
+    function = reinterpret_cast<Function>(found);
+}
+
 bool find_all(DriverCalls& calls) {
   bool all = true;
 #define DRIVER_CALL(member, name, parameters) all = all && find(calls.member, name);
-#define DRIVER_CALL_OPTIONAL(member, name, parameters) (void)find(calls.member, name);
+#define DRIVER_CALL_OPTIONAL(member, name, parameters) find_or_ask(calls.member, name);
 #include "hooks/intercept/cuda/driver_calls.def"
 #undef DRIVER_CALL
 #undef DRIVER_CALL_OPTIONAL

@@ -121,18 +121,20 @@ bool is_captured(StreamHandle stream) {
   return stream_pools().capturing() && driver.stream_captured(stream, &captured) == kSuccess && captured != 0;
 }
 
-// Whether it is given a place to which addresses of blocks were written, or could hide some.
-bool hides_pointers(const Launch& launch) {
+// Null: what a launch was given is all that it can reach, as far as its words say. Else why not.
+const char* reaches_more(const Launch& launch, std::size_t words) {
+  if (words > UseSeat::kMostPointers) return "it has more parameters than are looked at";
+  if (LibraryArguments::reach() == Reach::kEverything) return "a library was given tables of pointers";
   if (tensor_maps().hide_addresses() && may_hold_tensor_map(launch, launch_layouts())) [[unlikely]]
-    return true;
+    return "it may be given a tensor map that hides its address";
   const PointerPages& tables = pointer_pages();
   if (!tables.any()) [[likely]]
-    return false;
+    return nullptr;
   bool named = false;
   const auto note = [&](std::uint64_t word) { named = named || tables.marked(word); };
   (void)each_parameter_word(launch, launch_layouts(), note);
   LibraryArguments::each_word(note);
-  return named;
+  return named ? "it is given memory to which addresses of blocks were copied" : nullptr;
 }
 
 void count_launch(Readable readable, std::size_t blocks) {
@@ -227,9 +229,11 @@ void GuestUses::take_launch(const Launch& launch, StreamName stream) noexcept {
     Readable readable = each_parameter_word(launch, launch_layouts(), note);
     LibraryArguments::each_word(note);
     seat->count = found;
-    if (LibraryArguments::reach() == Reach::kEverything || hides_pointers(launch) ||
-        words > UseSeat::kMostPointers)
+    const char* const why = readable == Readable::kNo ? "" : reaches_more(launch, words);
+    if (why != nullptr) {
       readable = Readable::kNo;
+      note_opaque(launch.function, why);
+    }
     if (!stream_pools().any()) count_launch(readable, found);
     if (readable == Readable::kYes && found == 0) return;
     seat_ = seat;

@@ -1,10 +1,12 @@
 #include "hooks/intercept/cuda/launch_view.hpp"
 
 #include <new>
+#include <string>
 
 #include "hooks/intercept/cuda/driver_calls.hpp"
 #include "hooks/intercept/cuda/stable_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
+#include "hooks/intercept/notice.hpp"
 #include "runtime/metrics.hpp"
 
 namespace terrace::hooks::cuda {
@@ -36,13 +38,94 @@ bool reads_pointers_from_memory(const char* name) {
   return false;
 }
 
-// Or has none: then it is no function that the driver could describe either.
-bool has_such_a_name(const DriverCalls& driver, FunctionHandle function) {
+// The driver's words for one of the handles by which a kernel is known: a function of a context, or a kernel
+// of a library, which a launch takes as well and the calls about functions refuse.
+struct Form {
+  FunctionHandle handle;
+  decltype(DriverCalls::parameter_info) parameter_info;
+  decltype(DriverCalls::function_name) name;
+  const char* parameter_call;
+  const char* name_call;
+};
+
+struct Description {
+  std::array<Parameter, ParameterLayouts::kMostParameters> parameters;
+  std::size_t count = 0;
+  const char* name = "";
+  std::string refusals{};  // what the driver answered where it did not tell
+
+  void refused(const char* call, CallResult result) {
+    refusals += (refusals.empty() ? "" : ", ") + std::string(call) + " said " + std::to_string(result);
+  }
+};
+
+// True: the driver told all of it.
+bool describe(const Form& form, Description& out) {
+  if (form.parameter_info == nullptr) {
+    out.refusals +=
+        (out.refusals.empty() ? "" : ", ") + ("the driver has no " + std::string(form.parameter_call));
+    return false;
+  }
+  std::size_t count = 0;
+  for (; count < out.parameters.size(); ++count) {
+    std::size_t offset = 0, bytes = 0;
+    const CallResult result = form.parameter_info(form.handle, count, &offset, &bytes);
+    // One past the last is an invalid value; any other answer is about the handle.
+    if (result == kInvalidValue) break;
+    if (result != kSuccess) return out.refused(form.parameter_call, result), false;
+    out.parameters[count] = {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(bytes)};
+  }
+  if (count == out.parameters.size()) {
+    out.refusals = "it has more parameters than are looked at";
+    return false;
+  }
   const char* name = nullptr;
-  if (driver.function_name == nullptr) return false;
-  if (driver.function_name(&name, function) != kSuccess || name == nullptr) return true;
-  return reads_pointers_from_memory(name);
+  const CallResult named = form.name == nullptr ? kSuccess : form.name(&name, form.handle);
+  if (named != kSuccess || (form.name != nullptr && name == nullptr))
+    return out.refused(form.name_call, named), false;
+  out.count = count;
+  out.name = name == nullptr ? "" : name;
+  return true;
 }
+
+// The form of a function first. One that has no parameters there is asked about as a kernel too: the answer
+// for a handle of the other kind could look the same.
+bool describe(const DriverCalls& driver, FunctionHandle handle, Description& out) {
+  const auto as_function = [&](FunctionHandle function) {
+    return Form{function, driver.parameter_info, driver.function_name, "cuFuncGetParamInfo", "cuFuncGetName"};
+  };
+  const bool is_function = describe(as_function(handle), out);
+  if (is_function && out.count > 0) return true;
+  const Form kernel{handle, driver.kernel_parameter_info, driver.kernel_name, "cuKernelGetParamInfo",
+                    "cuKernelGetName"};
+  if (describe(kernel, out) || is_function) return true;
+  FunctionHandle function = nullptr;
+  if (driver.kernel_function == nullptr) return false;
+  const RelaxedCapture relaxed(driver);
+  const CallResult found = driver.kernel_function(&function, handle);
+  if (found != kSuccess) return out.refused("cuKernelGetFunction", found), false;
+  return describe(as_function(function), out);
+}
+
+// For what could not be described: whichever call tells.
+const char* name_of(const DriverCalls& driver, FunctionHandle handle) {
+  const char* name = nullptr;
+  for (const auto call : {driver.function_name, driver.kernel_name}) {
+    if (call != nullptr && call(&name, handle) == kSuccess && name != nullptr) return name;
+  }
+  return "";
+}
+
+// Lives as long as the process.
+const char* kept(std::string text) {
+  static constexpr std::size_t kMost = 240;  // names of templates are long
+  if (text.size() > kMost) text.replace(kMost, text.npos, "...");
+  auto* copy = static_cast<char*>(::operator new(text.size() + 1, std::nothrow));
+  return copy == nullptr ? "" : static_cast<const char*>(std::memcpy(copy, text.c_str(), text.size() + 1));
+}
+
+constinit std::atomic<bool> opaque_noted{false};
+constinit std::atomic<const char*> opaque_text{""};
 
 }  // namespace
 
@@ -57,26 +140,43 @@ void TensorMaps::made(const void* map, const void* address) noexcept {
   if (!seen) hidden_.store(true, std::memory_order_relaxed);
 }
 
+void note_opaque(FunctionHandle function, const char* why) noexcept {
+  if (opaque_noted.load(std::memory_order_relaxed) || opaque_noted.exchange(true)) return;
+  try {
+    const ParameterLayouts::Layout* layout = the_layouts.of(function);
+    const bool named = layout != nullptr && *layout->name != '\0';
+    const std::string name = named ? '"' + std::string(layout->name) + '"' : "a kernel";
+    if (*why == '\0') why = layout == nullptr ? "there are too many functions" : layout->why;
+    opaque_text.store(kept(name + ", " + why), std::memory_order_release);
+    say_once(Notice::kOpaque, "launches of " + name + " hold everything: " + why);
+  } catch (...) {
+  }
+}
+std::string_view first_opaque() noexcept { return opaque_text.load(std::memory_order_acquire); }
+
+ParameterLayouts::Layout* ParameterLayouts::ask(FunctionHandle function) noexcept try {
+  const DriverCalls* driver = driver_calls();
+  Description description;
+  const bool told = driver != nullptr && describe(*driver, function, description);
+  const bool by_name = told && reads_pointers_from_memory(description.name);
+  if (!told || by_name) description.count = 0;
+  Layout* layout = make_layout({description.parameters.data(), description.count});
+  if (layout == nullptr) return nullptr;
+  layout->opaque = !told || by_name;
+  layout->name = kept(told || driver == nullptr ? description.name : name_of(*driver, function));
+  if (by_name) layout->why = "by its name it takes pointers from device memory";
+  if (!told) layout->why = kept(description.refusals);
+  return layout;
+} catch (...) {
+  return nullptr;
+}
+
 const ParameterLayouts::Layout* ParameterLayouts::learn(FunctionHandle function) noexcept {
   const std::uint64_t generation = generation_.load(std::memory_order_relaxed);
-  const DriverCalls* driver = driver_calls();
-  std::array<Parameter, kMostParameters> parameters;
-  std::size_t count = 0;
-  bool opaque = driver == nullptr || driver->parameter_info == nullptr;
-  for (; !opaque && count < kMostParameters; ++count) {
-    std::size_t offset = 0, bytes = 0;
-    const CallResult result = driver->parameter_info(function, count, &offset, &bytes);
-    // One past the last is an invalid value; any other answer is about the function.
-    if (result == kInvalidValue) break;
-    opaque = result != kSuccess;
-    parameters[count] = {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(bytes)};
-  }
-  if (opaque || count == kMostParameters || has_such_a_name(*driver, function)) count = 0, opaque = true;
-  Layout* layout = make_layout({parameters.data(), count});
+  Layout* layout = ask(function);
   if (layout == nullptr) return nullptr;
   layout->function = function;
   layout->generation = generation;
-  layout->opaque = opaque;
   for (const Parameter& each : layout->all()) layout->wide = layout->wide || each.bytes >= TensorMaps::kBytes;
   // A place of an older generation is taken over; its layout stays where a reader may still look.
   std::size_t at = home_of(function);

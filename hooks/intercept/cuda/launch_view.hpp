@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <string_view>
 
 #include "hooks/intercept/cuda/abi.hpp"
 
@@ -28,8 +29,11 @@ class ParameterLayouts {
     FunctionHandle function = nullptr;
     std::uint64_t generation = 0;
     std::uint32_t count = 0;
-    bool wide = false;    // a parameter is large enough for a tensor map
-    bool opaque = false;  // the driver does not tell, or its name says that they are not all it reaches
+    bool wide = false;  // a parameter is large enough for a tensor map
+    // The driver does not tell, or its name says that they are not all it reaches.
+    bool opaque = false;
+    const char* name = "";  // where the driver tells
+    const char* why = "";   // it is opaque
     Parameter parameters[1];
     [[nodiscard]] std::span<const Parameter> all() const { return {parameters, count}; }
   };
@@ -57,6 +61,7 @@ class ParameterLayouts {
   }
   static_assert(kSlots == std::size_t{1} << 13);
   [[nodiscard]] const Layout* learn(FunctionHandle function) noexcept;
+  [[nodiscard]] static Layout* ask(FunctionHandle function) noexcept;  // the driver; null: no memory
 
   std::array<std::atomic<const Layout*>, kSlots> slots_{};
   std::atomic<std::uint64_t> generation_{1};
@@ -64,6 +69,11 @@ class ParameterLayouts {
 
 // The one of this process; never destroyed.
 [[nodiscard]] ParameterLayouts& launch_layouts() noexcept;
+
+// The first launch that holds everything is said once, with why: its layout's own reason where `why` is
+// empty. Its name and the reason, for reports; empty: there was none.
+void note_opaque(FunctionHandle function, const char* why) noexcept;
+[[nodiscard]] std::string_view first_opaque() noexcept;
 
 // A driver has made a tensor map of a block's address in which that address is not to be seen: launches that
 // could have been given one reach more than their words say.
@@ -110,8 +120,10 @@ template <typename Visit>
       if (*pair == reinterpret_cast<void*>(1)) buffer = pair[1];
       if (*pair == reinterpret_cast<void*>(2)) bytes = *static_cast<const std::size_t*>(pair[1]);
     }
-    if (buffer != nullptr) each_word(buffer, bytes, visit);
-    return Readable::kYes;
+    if (buffer != nullptr) {
+      each_word(buffer, bytes, visit);
+      return Readable::kYes;
+    }
   }
   const ParameterLayouts::Layout* layout = layouts.of(launch.function);
   if (layout == nullptr || layout->opaque) return Readable::kNo;

@@ -10,6 +10,7 @@
 
 #include "hooks/intercept/cuda/forks.hpp"
 #include "hooks/intercept/cuda/guest_uses.hpp"
+#include "hooks/intercept/cuda/launch_view.hpp"
 #include "hooks/intercept/cuda/shared_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/hook_settings.hpp"
@@ -462,7 +463,8 @@ ExitFigures StableBlocks::figures_of(const DeviceBlocks& blocks) {
                       .uses_in_ddr = pager.in_place,
                       .step = pager.period,
                       .launches = metrics().value<Metric::kLaunches>(),
-                      .opaque_launches = metrics().value<Metric::kOpaqueLaunches>()};
+                      .opaque_launches = metrics().value<Metric::kOpaqueLaunches>(),
+                      .first_opaque = first_opaque()};
   // What else is charged at the end stands for what else was charged at the peak.
   const Bytes others = saturating_sub(wall().charged(blocks.ordinal), space.hbm_held);
   figures.all_at_once = space.live_peak + others + wall().context(blocks.ordinal);

@@ -1,8 +1,11 @@
 // What the loopback driver's streams do: kernels, which a test writes as functions of the host, copies, and
 // graphs of both.
 #include <chrono>
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <thread>
 
 #include "tests/hooks/loopback/machine.hpp"
@@ -45,9 +48,24 @@ void see(Entry& entry, const Stream& stream, const std::vector<std::byte>& param
   }
 }
 
+// A kernel's handle as a library gives it out: launches take it, the calls about functions refuse it.
+constexpr std::uintptr_t kOfLibrary = std::uintptr_t{1} << 62;
+bool is_of_library(const void* handle) {
+  return (reinterpret_cast<std::uintptr_t>(handle) & kOfLibrary) != 0;
+}
+void* function_of(void* kernel) {
+  return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(kernel) & ~kOfLibrary);
+}
+// LOOPBACK_KERNEL_CALLS: "none" are served about such handles, or only the "function" is given out.
+bool serves(std::string_view call) {
+  const char* only = std::getenv("LOOPBACK_KERNEL_CALLS");
+  return only == nullptr || call == only;
+}
+
 int launch(void* function, void* handle, Zero zero, void** parameters) {
   Entry entry;
   if (entry.result() != kSuccess) return entry.result();
+  function = function_of(function);
   auto* const kernel = static_cast<Kernel*>(function);
   if (entry->kernels.count(kernel) == 0) return kSuccess;  // nothing is known of what it does
   Stream* stream = stream_of(handle, zero == Zero::kPerThread);
@@ -142,6 +160,24 @@ API cuFuncGetName(const char** name, void* function) {
   if (value == 0x11 || value == 0x12 || value - 0x1000 < 0x1000) return *name = "fixed", kSuccess;
   if (entry->kernels.count(static_cast<Kernel*>(function)) == 0) return kInvalidHandle;
   return *name = static_cast<Kernel*>(function)->name, kSuccess;
+}
+API cuKernelGetParamInfo(void* kernel, std::size_t index, std::size_t* offset, std::size_t* bytes) {
+  if (!is_of_library(kernel) || !serves("info")) return kInvalidHandle;
+  return cuFuncGetParamInfo(function_of(kernel), index, offset, bytes);
+}
+API cuKernelGetName(const char** name, void* kernel) {
+  if (!is_of_library(kernel) || !serves("info")) return kInvalidHandle;
+  return cuFuncGetName(name, function_of(kernel));
+}
+API cuKernelGetFunction(void** function, void* kernel) {
+  const Entry entry;
+  if (entry.result() != kSuccess) return entry.result();
+  if (!is_of_library(kernel) || !serves("function")) return kInvalidHandle;
+  return *function = function_of(kernel), kSuccess;
+}
+API loopback_kernel_of_library(void** kernel, void* function) {
+  *kernel = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(function) | kOfLibrary);
+  return kSuccess;
 }
 #define WORK(sync, async, zero)                                                                         \
   API cuLaunchKernel##async(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \

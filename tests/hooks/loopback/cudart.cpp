@@ -156,6 +156,14 @@ API cudaLaunchKernel(const void* function, Extent grid, Extent block, void** par
         const_cast<void*>(function), grid.x, grid.y, grid.z, block.x, block.y, block.z,
         static_cast<unsigned>(shared), stream, parameters, nullptr));
   }
+#ifdef LOOPBACK_STATIC
+  // It launches by the handles of its library.
+  using KernelOf = int (*)(void**, void*);
+  void* kernel = nullptr;
+  reinterpret_cast<KernelOf>(hidden_function("loopback_kernel_of_library"))(&kernel,
+                                                                            const_cast<void*>(function));
+  function = kernel;
+#endif
   return begin(), keep(driver("cuLaunchKernel", 0, const_cast<void*>(function), grid.x, grid.y, grid.z,
                               block.x, block.y, block.z, static_cast<unsigned>(shared), stream, parameters,
                               static_cast<void**>(extra)));
