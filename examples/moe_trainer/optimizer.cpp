@@ -3,10 +3,20 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <numeric>
 
 #include "examples/moe_trainer/failure.hpp"
 
 namespace terrace::trainer {
+namespace {
+
+// Shares of the numbers whose state lives in DDR. The first third is asked for first: a forward pass is a
+// third of a step. The first gradients must keep the link busy until the next, which takes a small part of
+// what they take there. And the link has what is kept for the end while forward runs through all but the
+// first third.
+constexpr std::int64_t kAskedFirst = 3, kMadeFirst = 32, kKept = 24;
+
+}  // namespace
 
 double learning_rate_at(const TrainConfig& config, std::int64_t step) {
   if (step <= config.warmup_steps) {
@@ -19,33 +29,48 @@ double learning_rate_at(const TrainConfig& config, std::int64_t step) {
   return config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * share;
 }
 
+std::vector<std::size_t> update_order(std::span<const std::int64_t> numbers) {
+  const std::int64_t total = std::accumulate(numbers.begin(), numbers.end(), std::int64_t{0});
+  // The first group from which on there are at most so many numbers up to `end`; 0 where all are fewer.
+  const auto tail = [&](std::size_t end, std::int64_t least) {
+    std::int64_t sum = 0;
+    while (end > 0 && sum < least) sum += numbers[--end];
+    return end;
+  };
+  std::size_t within = 0;
+  for (std::int64_t before = 0; within < numbers.size() && before < total / kAskedFirst; ++within)
+    before += numbers[within];
+  const std::size_t made_first = std::max(within, tail(numbers.size(), total / kMadeFirst));
+  std::size_t kept = tail(made_first, total / kKept);
+  if (kept <= within) kept = made_first;  // too few to choose from
+  std::vector<std::size_t> order;
+  for (std::size_t i = numbers.size(); i-- > made_first;) order.push_back(i);
+  for (std::size_t i = kept; i-- > within;) order.push_back(i);
+  for (std::size_t i = 0; i < within; ++i) order.push_back(i);
+  for (std::size_t i = kept; i < made_first; ++i) order.push_back(i);
+  return order;
+}
+
 Optimizer::Optimizer(const TrainConfig& config, Memory& memory, const ParameterGroups& groups)
     : config_(config),
       memory_(memory),
       session_(memory.session()),
       groups_(groups),
       sum_of_squares_(memory.tensor(1, 1, Pool::kOptimizer)),
-      state_(StateStream::of(session_, order())) {}
+      in_order_(order()),
+      state_(StateStream::of(session_, {in_order_.begin(), in_order_.end()})) {}
 
-// The groups whose state lives in DDR, as they will be stepped; fills early_.
-StateStream::Groups Optimizer::order() {
-  StateStream::Groups early, late;
-  std::int64_t total = 0, before = 0;
-  for (const auto& group : groups_) total += group->streamed_count();
+std::vector<ParameterGroup*> Optimizer::order() const {
+  std::vector<ParameterGroup*> all, ordered;
+  std::vector<std::int64_t> numbers;
   for (const auto& group : groups_) {
-    const std::int64_t count = group->streamed_count();
-    if (count == 0) continue;
-    const bool first_third = before < total / 3;
-    before += count;
-    if (clips() || first_third) {
-      late.push_back(group.get());
-    } else {
-      early.insert(early.begin(), group.get());
-      early_.insert(group.get());
-    }
+    if (group->streamed_count() == 0) continue;
+    all.push_back(group.get());
+    numbers.push_back(group->streamed_count());
   }
-  early.insert(early.end(), late.begin(), late.end());
-  return early;
+  if (clips()) return all;
+  for (const std::size_t i : update_order(numbers)) ordered.push_back(all[i]);
+  return ordered;
 }
 
 double Optimizer::rate(const StepsMade& made) const {
@@ -96,9 +121,7 @@ void Optimizer::clear_gradients() {
   }
 }
 
-void Optimizer::last_walk(const StepsMade& made) {
-  if (!early_.empty()) in_walk_ = updates(made);
-}
+void Optimizer::last_walk() { in_last_walk_ = true; }
 
 void Optimizer::before_use(ParameterGroup& group) {
   if (state_ == nullptr || !state_->settle(group)) return;
@@ -107,33 +130,28 @@ void Optimizer::before_use(ParameterGroup& group) {
 }
 
 void Optimizer::after_gradients(ParameterGroup& group) {
-  if (in_walk_.empty() || !early_.contains(&group)) return;
-  state_->step(group, in_walk_);
-  stepped_.insert(&group);
+  if (state_ != nullptr && in_last_walk_ && !clips()) state_->gradients_made(group);
 }
 
 void Optimizer::step(Ops& ops, const StepsMade& made) {
+  in_last_walk_ = false;
   const Stream stream = session_.compute();
   if (clips()) {
     require(session_.device().fill(stream, sum_of_squares_.block->address, 0, sum_of_squares_.bytes()));
     for (const auto& group : groups_) group->add_sum_of_squares(ops, stream, sum_of_squares_.f32());
   }
   // Those that are fetched ahead of their group's step come with their gradients.
-  for (const auto& group : groups_) {
-    if (state_ != nullptr && !stepped_.contains(group.get())) state_->gradients_are_final(*group);
-  }
+  for (const ParameterGroup* group : in_order_) state_->gradients_are_final(*group);
   const std::vector<StateStream::Update> all = updates(made);
+  for (ParameterGroup* const group : in_order_) {
+    state_->step(*group, all);
+    to_clear_.insert(group);
+  }
   for (const auto& group : groups_) {
-    if (group->streamed_count() > 0) {
-      if (!stepped_.contains(group.get())) state_->step(*group, all);
-      to_clear_.insert(group.get());
-      continue;
-    }
+    if (group->streamed_count() > 0) continue;
     for (const StateStream::Update& update : all) group->step(ops, stream, update.how, update.only);
     step_matrices(ops, *group, made);
   }
-  in_walk_.clear();
-  stepped_.clear();
 }
 
 void Optimizer::settle() {

@@ -116,6 +116,7 @@ void StateStream::add_chunks(const ParameterGroup& group, std::int64_t chunk) {
   of.first = sequence_.size();
   of.stepped = new_event();
   of.home = new_event();
+  of.made = new_event();
   if (group.expert_gradient_home() != nullptr) of.gradients = new_event();
   for (std::int64_t first = 0; first < group.streamed_count(); first += chunk) {
     const StateRun home = group.home(first, std::min(chunk, group.streamed_count() - first));
@@ -157,13 +158,21 @@ void StateStream::gradients_are_final(const ParameterGroup& group) {
   }
 }
 
+void StateStream::gradients_made(const ParameterGroup& group) {
+  const auto found = groups_.find(&group);
+  if (found == groups_.end()) return;
+  gradients_are_final(group);
+  require(device_.record(session_.compute(), found->second.made));
+  found->second.made_before = true;
+}
+
 void StateStream::step(const ParameterGroup& group, std::span<const Update> updates) {
   const auto found = groups_.find(&group);
   if (found == groups_.end()) return;
   Group& of = found->second;
-  gradients_are_final(group);
-  require(device_.record(session_.compute(), ready_));
-  require(device_.wait(*stream_, ready_));
+  if (!of.made_before) gradients_made(group);
+  of.made_before = false;
+  require(device_.wait(*stream_, of.made));
   for (std::size_t i = 0; i < of.chunks.size(); ++i) {
     expect_from(of.first + i);
     step_chunk(group, of.chunks[i], updates);

@@ -46,7 +46,11 @@ class StateStream {
   };
   // Gradients that live in DDR are final: the group's may be fetched. Before step(), which else does it.
   void gradients_are_final(const ParameterGroup& group);
-  // Steps the group's numbers by each of the updates, behind what the compute stream has to do now.
+  // Its gradients are made by what the compute stream has to do now: the next step() of the group comes
+  // behind that, whatever compute was given in between.
+  void gradients_made(const ParameterGroup& group);
+  // Steps the group's numbers by each of the updates, behind its gradients or else what the compute stream
+  // has to do now.
   void step(const ParameterGroup& group, std::span<const Update> updates);
   // Later work of the compute stream finds the group stepped. Whether it has been since the last call.
   bool settle(const ParameterGroup& group);
@@ -65,6 +69,8 @@ class StateStream {
     std::size_t first = 0;    // of them in sequence_
     Event stepped{}, home{};  // on the stream, and when the copies home have arrived
     bool pending = false;
+    Event made{};  // its gradients, on the compute stream
+    bool made_before = false;
     Event gradients{};  // have arrived in DDR; where they live there
     bool final = false;
   };

@@ -120,7 +120,7 @@ float Trainer::take_step() {
     if (warm_up) {
       model_->warm_up(pass, micro_batch(i), loss_sum_.f32());
     } else {
-      if (i + 1 == config().train.micro_batches) optimizer_->last_walk(made);
+      if (i + 1 == config().train.micro_batches) optimizer_->last_walk();
       model_->train(pass, micro_batch(i), loss_sum_.f32());
     }
   }

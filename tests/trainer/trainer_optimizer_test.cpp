@@ -51,6 +51,19 @@ TEST(Parameters, StartFromTheSeed) {
 }
 
 // With no gradient and no moments a step only decays, and vectors do not.
+TEST(Optimizer, WhatIsSteppedLastIsAskedForLate) {
+  using Order = std::vector<std::size_t>;
+  const auto order = [](const std::vector<std::int64_t>& numbers) { return update_order(numbers); };
+  // An embedding, eight layers and a head: backward makes the head's and the last layer's gradients first.
+  EXPECT_EQ(order({1, 100, 100, 100, 100, 100, 100, 100, 100, 1}), Order({9, 8, 6, 5, 4, 0, 1, 2, 3, 7}));
+  const Order deep = order(std::vector<std::int64_t>(60, 100));
+  EXPECT_EQ(Order(deep.begin(), deep.begin() + 3), Order({59, 58, 54})) << "a thirty-second is made first";
+  EXPECT_EQ(Order(deep.end() - 4, deep.end()), Order({19, 55, 56, 57}));
+  EXPECT_EQ(order({5}), Order({0}));
+  EXPECT_EQ(order({5, 5}), Order({1, 0}));
+  EXPECT_EQ(order({}), Order());
+}
+
 TEST(Optimizer, DecaysMatricesOnly) {
   Rig rig({});
   Trainer& trainer = rig.trainer();
