@@ -9,6 +9,7 @@ import torch
 
 import models
 from terrace.torch.torch_versions import revive, storage_of
+from terrace.torch.travellers import ALL
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -101,7 +102,7 @@ class OptimizerStates(unittest.TestCase):
             self.assertEqual(len(moments), 8)
             weak = [storage_of(v)._weak_ref() for v in moments if v.numel()]
             for ledger in plugin._ledgers.values():
-                ledger.states.release(True)
+                ledger.states.release(ALL)
             self.assertEqual([revive(w) for w in weak], [None] * len(weak))
             self.assertTrue(all(v.numel() == 0 for v in moments))
             optimizer.state_dict()

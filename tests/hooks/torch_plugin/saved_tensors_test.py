@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import models
+from terrace.torch.budget import FixedBudget
 from terrace.torch.torch_versions import revive, storage_of
 
 SIZE = 64 << 10  # bytes
@@ -341,20 +342,9 @@ class SavedTensors(unittest.TestCase):
             self.assertEqual(plugin.figures()["spills"], 1, "the hooks are there again")
 
     def test_a_budget_that_shrinks_in_backward_is_kept(self):
-        class Shrinking:
-            def limit(self, held, states, in_backward):
-                return 3 * SIZE if in_backward else 1 << 40
-
-            def note(self, nbytes):
-                pass
-
-            def room(self, held, states):
-                return None
-
-            def is_roomy(self):
-                return False
-
-            begin_round = end_round = lambda self: None
+        class Shrinking(FixedBudget):
+            def limit(self, at):
+                return 3 * SIZE if at.in_backward else 1 << 40
 
         def run():
             x = tensor(requires_grad=True)
@@ -366,7 +356,7 @@ class SavedTensors(unittest.TestCase):
 
         plain = run()
         with models.plugin(saved_budget=0) as plugin:
-            plugin.ledger_of(torch.device("cpu")).budget = Shrinking()
+            plugin.ledger_of(torch.device("cpu")).budget = Shrinking(0, None)
             for _ in range(3):
                 self.assertTrue(models.same(run(), plain))
             self.assertGreaterEqual(plugin.figures()["spilled_bytes"], 3 * 4 * SIZE)
@@ -374,25 +364,17 @@ class SavedTensors(unittest.TestCase):
     @unittest.skipUnless(hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
                          "this PyTorch does not say whose hooks are installed")
     def test_hooks_rest_where_there_is_room_and_wake_where_there_is_not(self):
-        class Roomy:
-            room = True
+        class Roomy(FixedBudget):
+            has_room = True
 
             def is_roomy(self):
-                return self.room
+                return self.has_room
 
-            def limit(self, held, states, in_backward):
-                return 1 << 40 if self.room else 0
-
-            def note(self, nbytes):
-                pass
-
-            def room(self, held, states):
-                return None
-
-            begin_round = end_round = lambda self: None
+            def limit(self, at):
+                return 1 << 40 if self.has_room else 0
 
         with models.plugin(saved_budget=0) as plugin:
-            budget = Roomy()
+            budget = Roomy(0, None)
             plugin.ledger_of(torch.device("cpu")).budget = budget
             weight = torch.nn.Parameter(torch.ones(64))
             optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -409,7 +391,7 @@ class SavedTensors(unittest.TestCase):
                 step()  # the program's own come and go as ever
             step()
             self.assertEqual(plugin.figures()["rounds"], rounds)
-            budget.room = False
+            budget.has_room = False
             step()
             step()
             self.assertTrue(plugin.saved.installed)

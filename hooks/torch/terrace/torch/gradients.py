@@ -13,6 +13,7 @@ import torch
 from .library import FOR_GRADIENT
 from .parameters import Marked
 from .torch_versions import delete_gradient, gradient_of, set_gradient, storage_of
+from .travellers import ALL
 
 
 COMING = 3  # gradients that are made before the first of those sent now has gone
@@ -161,7 +162,7 @@ class Gradients:
                 continue
             if self._may_move(gradient) and not ledger.states.moves(id(gradient)):
                 ledger.states.send(gradient, GradientOf(parameter, gradient), FOR_GRADIENT, keeps=True)
-        ledger.states.release(True, spare=1)
+        ledger.states.release(ALL, spare=1)
 
     def _may_move(self, gradient):
         nbytes = gradient.numel() * gradient.element_size()

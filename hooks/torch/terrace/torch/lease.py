@@ -13,22 +13,27 @@ class Lease:
         self._stash = stash
         self._limit = 0
         self._stale_at = 0.0
-        self.used = 0  # as the preload library counts, at the last reading; 0: there is none
+        # At the last reading, as the preload library counts:
+        self.used = 0  # bytes on the device; 0: there is none
+        self.overflow = 0  # bytes that found no room there and lie in DDR
+        self.refusals = 0
         self.asked = False  # to hold less, at the last reading
         self.switched_off = False  # `terrace off` has reached the process
 
     def limit(self):
         """Bytes to come down to, or that may be held."""
-        moment = time.monotonic()
-        if moment < self._stale_at:
-            return self._limit
-        self._stale_at = moment + READ_EVERY
+        if time.monotonic() >= self._stale_at:
+            self.refresh()
+        return self._limit
+
+    def refresh(self):
+        """What is read from here on is of this moment."""
+        self._stale_at = time.monotonic() + READ_EVERY
         now = self._stash.lease()
-        self.used = now.hbm_used_bytes
+        self.used, self.overflow, self.refusals = now.hbm_used_bytes, now.overflow_bytes, now.refusals
         self.asked = now.hbm_target_bytes < now.hbm_bytes
         self.switched_off = now.switched_off != 0
         self._limit = NO_LIMIT if self.switched_off else now.hbm_target_bytes
-        return self._limit
 
     def give_way(self, used, needed):
         """The process holds `used` and can go on with `needed`: the rest goes to those who asked for it."""

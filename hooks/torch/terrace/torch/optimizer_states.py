@@ -13,6 +13,7 @@ import torch
 from .library import FOR_GRADIENT, FOR_OPTIMIZER
 from .optimizer_slices import READS_GRADIENTS, Sliced, bytes_of, cut, may_slice
 from .torch_versions import gradient_of, storage_of
+from .travellers import ALL
 
 
 class OptimizerStates:
@@ -173,7 +174,7 @@ class OptimizerStates:
                             ledger.states.send(tensor, one.tensor, one.purpose, keeps=True)
                     if turn + 1 < len(runs):
                         ledger.states.start(self._tensors(optimizer, runs[turn + 1]))
-                    ledger.states.release(True)
+                    ledger.states.release(ALL)
 
     def _send(self, optimizer, parameters):
         """State of these parameters begins to leave; of all whose state is here, where none are named."""

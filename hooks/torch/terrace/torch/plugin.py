@@ -7,7 +7,8 @@ import time
 import torch
 
 from . import report
-from .budget import DeviceBudget, FixedBudget, KnownMemory, TorchMemory
+from .allocator import GrowingSegments, KnownMemory, TorchMemory
+from .budget import DeviceBudget, FixedBudget
 from .gradients import Gradients
 from .lease import Lease
 from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, Stash, TerraceError
@@ -64,6 +65,7 @@ class Plugin:
         self.states.make_room = self._make_room_in_update
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
         self._wrappers = Wrappers()
+        self._segments = GrowingSegments()
 
     # ------------------------------------------------------------ life
 
@@ -76,6 +78,7 @@ class Plugin:
         self._wrappers.transforms_without(self.saved)
         self._wrappers.before_weights_are_read_elsewhere(self.weights.end)
         self._wrappers.before_capture(self._before_capture)
+        self._wrappers.before_memory_is_shared(self._segments.end)
 
     def stop(self):
         self.states.bring_all()
@@ -141,12 +144,11 @@ class Plugin:
             self.states.tier_is_ddr = budgets.optimizer_in_ddr != 0
         lease = Lease(stash)
         on_gpu = self._kind == "cuda"
-        memory = TorchMemory(device) if on_gpu else KnownMemory(lambda: self._known_bytes(device))
+        memory = TorchMemory(device, self._segments) if on_gpu else KnownMemory(lambda: self._known_bytes(device))
         if settings.saved_budget is not None:
             budget = FixedBudget(settings.saved_budget, lease, memory if on_gpu else None)
         else:
-            read_every = DeviceBudget.READ_EVERY if on_gpu else min(DeviceBudget.READ_EVERY, budgets.hbm >> 6)
-            budget = DeviceBudget(memory, lease, budgets.activations, read_every)
+            budget = DeviceBudget(memory, lease, budgets.activations, min(DeviceBudget.READ_EVERY, budgets.hbm >> 6))
         ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
         ledger.memory = memory
         self._ledgers[device] = ledger
@@ -175,6 +177,7 @@ class Plugin:
 
     def _before_capture(self):
         """What a graph is about to refer to is whole; what it refers to never moves."""
+        self._segments.end()
         self.weights.end("captured")
         self.states.bring_all()
         for ledger in self._ledgers.values():
@@ -220,7 +223,7 @@ class Plugin:
         """What the budgets leave for optimizer state now; None: they say nothing of it."""
         if self._settings.update_room is not None:
             return self._settings.update_room
-        rooms = [ledger.budget.room(ledger.held, ledger.states.held) for ledger in self._ledgers.values()]
+        rooms = [ledger.room() for ledger in self._ledgers.values()]
         known = [room for room in rooms if room is not None]
         return min(known) if known else None
 
@@ -242,6 +245,7 @@ class Plugin:
             return
         for ledger in self._ledgers.values():
             ledger.settle()
+            ledger.relieve()
             ledger.stash.note_step(seconds, ledger.held_peak)
         self.weights.next_step()
         self._rest_or_wake()
@@ -260,7 +264,7 @@ class Plugin:
     def figures(self):
         total = dict.fromkeys(("rounds", "changes", "held", "held_peak", "revived_bytes", "spilled_bytes", "restored_bytes",
                                "spills", "restores", "ddr_peak_bytes", "entries", "state_bytes", "gradient_bytes", "weight_bytes", "hbm_peak_bytes",
-                               "hbm_lease_bytes", "given_way"), 0)
+                               "hbm_lease_bytes", "given_way", "overflow_peak_bytes", "overflow_rounds"), 0)
         total.update(spill_stall_seconds=0.0, restore_stall_seconds=0.0, optimizer_stall_seconds=0.0, weights_stall_seconds=0.0,
                      steps=self._steps, step_seconds=self._step_seconds)
         total["passed"] = dict(self.saved.passed)
@@ -282,7 +286,9 @@ class Plugin:
             total["state_bytes"] += ledger.states.moved[FOR_OPTIMIZER]
             total["gradient_bytes"] += ledger.states.moved[FOR_GRADIENT]
             total["weight_bytes"] += ledger.states.moved[FOR_WEIGHTS]
-            total["hbm_peak_bytes"] += ledger.memory.peak()
+            total["hbm_peak_bytes"] += ledger.memory.read().peak
+            total["overflow_peak_bytes"] += ledger.budget.overflow_peak
+            total["overflow_rounds"] += ledger.budget.overflow_rounds
             total["hbm_lease_bytes"] += ledger.stash.lease().hbm_bytes
             for name, count in ledger.failures.items():
                 total["failures"][name] = total["failures"].get(name, 0) + count

@@ -55,6 +55,9 @@ def lines(figures):
     text = [_memory(figures)]
     if figures["spilled_bytes"]:
         text += [_moved(figures), _waited(figures), _larger(figures)]
+    if figures["overflow_peak_bytes"]:
+        text.append(f"{format_bytes(figures['overflow_peak_bytes'])} found no room in HBM at most and lay in DDR, used over the link, "
+                    f"in {figures['overflow_rounds']} rounds")
     if figures["given_way"]:
         text.append(f"gave way to other processes {figures['given_way']} times")
     trouble = {**figures["passed"], **figures["failures"]}

@@ -11,11 +11,12 @@ import weakref
 
 import torch
 
+from .budget import Standing
 from .lease import NO_LIMIT
 from .library import TerraceError
 from .schedule import choose_victims
 from .torch_versions import expired, forget, new_storage, revive, view_of
-from .travellers import Travellers
+from .travellers import ALL, Travellers
 
 RECENT = 4  # storages read last: their operators may be at work
 
@@ -76,6 +77,7 @@ class Ledger:
         self.spills_in_round = 0
         self._nothing = {}  # by dtype: what an alias shows while its storage is away
         self._alive = 0
+        self._alive_bytes = 0
         self._order_length = 0
         self._ahead = 0  # in the schedule's order: up to here all are in HBM, or used
         self._uncopied = collections.deque()  # numbers, oldest first: whose copies may start early
@@ -84,13 +86,24 @@ class Ledger:
     def between_rounds(self):
         return self._alive == 0
 
+    def standing(self):
+        schedule = self.schedule
+        needs = schedule.expected.needs if schedule.expected is not None else None
+        return Standing(self.held, self.states.held, self._alive_bytes, schedule.place_now, schedule.in_backward, needs)
+
     def limit(self):
-        return self.budget.limit(self.held, self.states.held, self.schedule.in_backward)
+        return self.budget.limit(self.standing())
 
     def is_short(self, nbytes=0):
         """With so many bytes more, saved tensors would have hardly any room left beside everything else."""
-        working = min(2 * RECENT * self._largest, max(self._saved, self._most_saved))
-        return self.budget.is_short(self.held, self.states.held, nbytes, working)
+        working = self.schedule.most_at_work(2 * RECENT)
+        if working is None:
+            working = min(2 * RECENT * self._largest, max(self._saved, self._most_saved))
+        return self.budget.is_short(self.standing(), nbytes, working)
+
+    def room(self):
+        """Bytes for optimizer state in an update, were all of it away; None: nothing is said of it."""
+        return self.budget.room(self.standing())
 
     def stream(self):
         """The raw stream on which this thread works."""
@@ -122,6 +135,7 @@ class Ledger:
         if self._alive == 0:
             self._begin_round()
         self._alive += 1
+        self._alive_bytes += entry.nbytes
         entry.number = self.schedule.save(entry.nbytes)
         self._saved += entry.nbytes
         self._entries[entry.number] = weakref.ref(entry)
@@ -147,7 +161,8 @@ class Ledger:
         expected = self.schedule.expected
         self._victims = set()
         if expected is not None:
-            self._victims = choose_victims(expected, self.limit())
+            # Optimizer state that is leaving now has left by the time that all is saved: nothing has to leave for it.
+            self._victims = choose_victims(expected, self.limit() + self.states.held)
 
     def gone(self, entry):
         """From Entry.__del__, on any thread, perhaps in the middle of anything: no lock of ours here."""
@@ -168,6 +183,7 @@ class Ledger:
             number, addresses, nbytes, weak = self._gone.popleft()
             self.held -= nbytes
             self._alive -= 1
+            self._alive_bytes -= self.schedule.sizes[number]
             self._entries.pop(number, None)
             for address in addresses:
                 found = self._by_storage.get(address)
@@ -176,8 +192,7 @@ class Ledger:
             forget(weak)
             if self._alive == 0:
                 self.rounds += 1 if self.schedule.uses else 0
-                self.schedule.end()
-                self.budget.end_round()
+                self.schedule.end(self.budget.end_round(self.standing()))
 
     def settle(self):
         """Between the passes: what has gone is counted, and what the daemon asks for is given."""
@@ -189,16 +204,22 @@ class Ledger:
                 self._leave_until(limit)
                 self._give_way()
 
+    def relieve(self):
+        """Between two steps: memory that PyTorch keeps in DDR, or in pieces, and does not use goes back."""
+        with self.lock:
+            if self.between_rounds and not self.is_capturing() and self.budget.wants_cache_back():
+                self._streams.give_back()
+
     def _give_way(self):
         """The daemon asks this process to hold less, and what may leave has left."""
-        self.states.release(True)
+        self.states.release(ALL)
         self._streams.give_back()
         needed = self.budget.needed()
         if needed is None:
             needed = NO_LIMIT  # until a round has shown it, all
         else:
             needed += RECENT * self._largest
-        self.lease.give_way(self.budget.used(self.held, self.states.held), needed)
+        self.lease.give_way(self.budget.used(self.standing()), needed)
         self.given_way += 1
 
     # ------------------------------------------------------------ leaving
@@ -242,13 +263,14 @@ class Ledger:
         """Entries leave until the rest fits. Those that the plan sends begin to travel as soon as they are saved."""
         limit = self.limit()
         self._start_early(limit)
-        self.states.release(self.held > limit)
+        self.states.release(self.held - limit)
         if self.held > limit:
             self._leave_until(self.limit())
         if self.lease.asked:
             self._give_way()
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())
+        self.budget.settled(self.held)
 
     def _idle(self):
         """Bytes in HBM that no operator is at work on, as far as can be told."""
@@ -337,6 +359,7 @@ class Ledger:
         self._fill(entry, storage)
 
     def new_storage(self, nbytes):
+        self.budget.made(nbytes)
         try:
             return new_storage(nbytes, self.device)
         except RuntimeError:
@@ -356,6 +379,7 @@ class Ledger:
         first = not self.schedule.was_used(entry.number)
         self.schedule.use(entry.number)
         self._recent.append(entry.number)
+        self.budget.note(entry.nbytes)
         if entry.storage is None:
             self._leave_until(max(0, self.limit() - entry.nbytes))
             self._bring(entry, stream)
@@ -373,6 +397,7 @@ class Ledger:
         self._prefetch(stream)
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())
+        self.budget.settled(self.held)
 
     def _prefetch(self, stream):
         """What backward reads next comes back as far as there is room; behind the last of it, optimizer state."""

@@ -9,12 +9,24 @@ _FAR = 1 << 60
 
 
 class Round:
-    """One that went to its end: bytes by save, and the saves in the order of their first use."""
+    """One that went to its end: bytes by save, and the saves in the order of their first use. `needs`: what it needed beside
+    them, by place."""
 
-    def __init__(self, sizes, uses):
+    def __init__(self, sizes, uses, needs=None):
         self.sizes = tuple(sizes)
         self.uses = tuple(uses)
+        self.needs = needs
+        self._at_work = {}
         self.turn = {save: turn for turn, save in enumerate(uses)}
+
+    def most_at_work(self, count):
+        """Bytes of so many saves used in a row, at most."""
+        most = self._at_work.get(count)
+        if most is None:
+            sizes = [self.sizes[save] for save in self.uses]
+            most = max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
+            self._at_work[count] = most
+        return most
 
 
 def choose_victims(round_, budget):
@@ -66,6 +78,15 @@ class Schedule:
             self.uses.append(number)
 
     @property
+    def place_now(self):
+        """Saves and uses so far."""
+        return len(self.sizes) + len(self.uses)
+
+    def most_at_work(self, count):
+        """Of the last round with backward; None: there was none."""
+        return self.known[0].most_at_work(count) if self.known else None
+
+    @property
     def in_backward(self):
         return bool(self.uses)
 
@@ -88,10 +109,10 @@ class Schedule:
             return self.expected.turn.get(number, len(self.expected.uses))
         return len(self.sizes) - 1 - number
 
-    def end(self):
+    def end(self, needs=None):
         """The graph has let go of all. One without backward teaches nothing."""
         if self.uses:
-            done = Round(self.sizes, self.uses)
+            done = Round(self.sizes, self.uses, needs)
             self.known = [r for r in self.known if r.sizes != done.sizes]
             self.known = [done] + self.known[: KNOWN_ROUNDS - 1]
         self._begin()

@@ -11,6 +11,8 @@ import torch
 from .library import FOR_OPTIMIZER, FOR_WEIGHTS, TerraceError
 from .torch_versions import set_data, storage_of, view_of
 
+ALL = 1 << 62  # bytes
+
 
 def stand_in(tensor, purpose):
     """What a tensor shows while it is away. State and gradients are empty, which says what it is. Weights keep their
@@ -92,18 +94,18 @@ class Travellers:
         self.leaving.append(one)
         return True
 
-    def release(self, everything, spare=0):
-        """HBM of what has left goes back; of everything but the last few, where room is wanted, in order of its
-        stream."""
+    def release(self, wanted=0, spare=0):
+        """HBM of what has left goes back, and that of others, all but the last few, until so many bytes have come back: in order
+        of their streams, which wait for the copies."""
         stash = self._ledger.stash
         leaving, self.leaving = self.leaving, []
         for index, one in enumerate(leaving):
             try:
-                if everything and index < len(leaving) - spare:
+                if wanted > 0 and index < len(leaving) - spare:
                     stash.depart(one.stream, one.copy)
                 elif not stash.has_left(one.copy):
-                    self.leaving.append(one)
-                    continue
+                    self.leaving += leaving[index:]  # they leave one behind the other
+                    return
             except TerraceError:
                 self._ledger.failures["spill_failed"] += 1
                 self.held -= one.nbytes
@@ -111,10 +113,12 @@ class Travellers:
                 continue
             self.held -= one.nbytes
             tensor = one.tensor()
+            if tensor is not None and tensor._version != one.version:
+                self._end(one)  # changed behind our back: it stays, and the copy is of no use
+                continue
+            wanted -= one.nbytes
             if tensor is None:
                 self._end(one)
-            elif tensor._version != one.version:
-                self._end(one)  # changed behind our back: the copy is of no use
             else:
                 self._hide(one, tensor)
 

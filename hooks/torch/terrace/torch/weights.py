@@ -13,6 +13,7 @@ import torch
 from .library import FOR_WEIGHTS
 from .parameters import Parameters
 from .torch_versions import data_of, set_data, storage_of, view_of
+from .travellers import ALL
 
 AHEAD = 2  # weights on their way at a time
 LOOK = 16  # uses ahead
@@ -309,7 +310,7 @@ class Weights:
         if ledger.states.send(parameter, weight, FOR_WEIGHTS, keeps=True):
             self._by_storage.pop(address, None)
         del parameter
-        ledger.states.release(True)
+        ledger.states.release(ALL)
 
     # ------------------------------------------------------------ backward
 

@@ -88,6 +88,12 @@ class Wrappers:
         if isinstance(graph, type):
             self._call_first(graph, "capture_begin", call)
 
+    def before_memory_is_shared(self, call):
+        """By pools of the program's own, and with other processes."""
+        if isinstance(getattr(torch.cuda, "MemPool", None), type):
+            self._call_first(torch.cuda.MemPool, "__init__", call)
+        self._call_first(torch.UntypedStorage, "_share_cuda_", call)
+
     def after_apply(self, call):
         """Module._apply: what `model.cuda()` and `model.half()` come to, for each module."""
 
