@@ -3,10 +3,12 @@
 
 Parts: bits (losses with and without Terrace), pressure (paired with the same script without limits, beside the floor
 of the link), idle (no pressure, interleaved pairs). The scripts are those of bench/clients/, or of --clients DIR under
-the same names. --device emulated and --quick try all of it out on a CPU with tiny models.
+the same names. --device emulated and --quick try all of it out on a CPU with tiny models. Bits need no quiet machine:
+--jobs runs scripts side by side there.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import statistics
@@ -55,22 +57,40 @@ def floor_seconds(times, absent, state, rates, parts=64):
     return best
 
 
+def last_words(stderr):
+    """What a script ended with, as far as it said so itself."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith("terrace:")]
+    return lines[-1] if lines else "it said nothing"
+
+
+def first_difference(got, expected):
+    for step, (one, other) in enumerate(zip(got, expected)):
+        if one != other:
+            return f"step {step}: {one} instead of {other}"
+    return f"{len(got)} losses instead of {len(expected)}"
+
+
 class Bench:
-    def __init__(self, options, folder):
-        self.options, self.folder = options, Path(folder)
+    def __init__(self, options):
+        self.options = options
+        self.peaks = {}  # by case and arguments
         self.clients = options.clients or ROOT / "bench" / "clients"
         self.python = options.python
         self.quick = options.quick or options.device == "emulated"
         self.bad = False
         self.last_ms = 0.0  # of a step under Terrace
 
-    def policy(self, budget, tier):
-        path = self.folder / "policy.toml"
+    def policy(self, folder, budget, tier):
+        path = folder / "policy.toml"
         path.write_text(f'version = 1\n[hbm]\nbudget = "{int(budget) >> 10}KiB"\nreserve = "0"\n[optimizer]\ntier = "{tier}"\n')
         return path
 
     def run(self, case, more=(), budget=None, tier="hbm", phases=False):
         """What the script printed, as dictionaries in one; {} and a word on stderr where it failed."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.run_in(Path(folder), case, more, budget, tier, phases)
+
+    def run_in(self, folder, case, more, budget, tier, phases):
         script, arguments = MODES[case]
         command = [self.python]
         if phases:
@@ -78,24 +98,32 @@ class Bench:
         command += [str(self.clients / script), *arguments, *(QUICK[script] if self.quick else []), *more]
         environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONDONTWRITEBYTECODE": "1"}
         if budget is not None:
-            command = [str(self.options.build / "bin" / "terrace"), "run", "--socket", str(self.folder / "s"), "--listen",
-                       "127.0.0.1:0", "--allocator", self.options.allocator, "--policy", str(self.policy(budget, tier)), "--",
+            command = [str(self.options.build / "bin" / "terrace"), "run", "--socket", str(folder / "s"), "--listen",
+                       "127.0.0.1:0", "--allocator", self.options.allocator, "--policy", str(self.policy(folder, budget, tier)), "--",
                        *command]
             if self.options.device == "emulated":
                 environment["TERRACE_TORCH_DEVICE"] = "emulated"
-        ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
+        ended = subprocess.run(command, capture_output=True, env=environment, text=True, check=False)
+        print(ended.stderr, end="", file=sys.stderr)
         said = {}
         for line in ended.stdout.splitlines():
             if line.startswith("{"):
                 said.update(json.loads(line))
         if ended.returncode != 0 or "losses" not in said:
-            print(f"preload: {case} failed with exit code {ended.returncode}: {' '.join(command)}", file=sys.stderr)
+            print(f"preload: {case} failed with exit code {ended.returncode}: {' '.join(command)}\n"
+                  f"preload: {last_words(ended.stderr)}", file=sys.stderr)
             self.bad = True
             return {}
         return said
 
     def peak(self, case, more=()):
         """(all that phases.py says without limits, peak in bytes)"""
+        key = case, tuple(more)
+        if key not in self.peaks:
+            self.peaks[key] = self.measure_peak(case, more)
+        return self.peaks[key]
+
+    def measure_peak(self, case, more):
         unlimited = (1 << 40) if self.options.device != "emulated" else (2 << 30)
         plain = self.run(case, more, phases=True)
         if plain and plain["peak_bytes"] is None:  # nobody knows it on a CPU but the plugin
@@ -105,20 +133,28 @@ class Bench:
     # ------------------------------------------------------------ parts
 
     def bits(self):
-        for case in self.chosen(MODES):
-            sizes = [("", [])] if self.quick else [("@4-layers", ["--layers", "4"]), ("", [])]
-            for name, more in sizes:
-                more = [*more, "--deterministic"]
-                plain, peak = self.peak(case, more)
-                if not peak:
-                    continue
-                shares = (200, 80, 60, 40) if name or self.quick else (60,)
-                for share in shares:
-                    tier = "ddr" if share <= 60 else "hbm"
-                    got = self.run(case, more, peak * share // 100, tier)
-                    same = bool(got) and got["losses"] == plain["losses"]
-                    self.bad = self.bad or not same
-                    print_row(f"{case}{name}@{share}%", "terrace", "losses_equal", int(same), "bool")
+        sizes = {"small": ("@4-layers", ["--layers", "4"]), "full": ("", [])}
+        if self.quick:
+            sizes = {"full": sizes["full"]}
+        elif self.options.size:
+            sizes = {self.options.size: sizes[self.options.size]}
+        with concurrent.futures.ThreadPoolExecutor(self.options.jobs) as pool:
+            rows = [pool.submit(self.bits_of, case, *size) for size in sizes.values() for case in self.chosen(MODES)]
+            for row in rows:
+                row.result()
+
+    def bits_of(self, case, size, more):
+        more = [*more, "--deterministic"]
+        plain, peak = self.peak(case, more)
+        if not peak:
+            return
+        for share in (200, 80, 60, 40) if size or self.quick else (60,):
+            got = self.run(case, more, peak * share // 100, "ddr" if share <= 60 else "hbm")
+            same = bool(got) and got["losses"] == plain["losses"]
+            if got and not same:
+                print(f"preload: {case}{size}@{share}%: {first_difference(got['losses'], plain['losses'])}", file=sys.stderr)
+            self.bad = self.bad or not same
+            print_row(f"{case}{size}@{share}%", "terrace", "losses_equal", int(same), "bool")
 
     def pressure(self):
         for case, gib, share, tier in PRESSURE:
@@ -184,15 +220,19 @@ def main():
     parser.add_argument("--pairs", type=int, help="3 under pressure and 30 without, where none is given")
     parser.add_argument("--deterministic", action="store_true", help="in the pairs too")
     parser.add_argument("--quick", action="store_true", help="tiny models, budgets as shares of their peaks")
+    parser.add_argument("--size", choices=["small", "full"], help="of the bits part: 4 layers, or as the scripts are; both "
+                        "where none is named")
+    parser.add_argument("--jobs", type=int, default=1, help="scripts that run side by side in the bits part")
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error("--jobs: at least 1")
     missing = [name for name in (GPT, MOE) if options.clients and not (options.clients / name).is_file()]
     if missing:
         parser.error(f"--clients: {options.clients} has no {missing[0]}")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, folder)
-        for part in ("bits", "pressure", "idle"):
-            if options.part in (None, part):
-                getattr(bench, part)()
+    bench = Bench(options)
+    for part in ("bits", "pressure", "idle"):
+        if options.part in (None, part):
+            getattr(bench, part)()
     return 1 if bench.bad else 0
 
 

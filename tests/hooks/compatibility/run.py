@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs what training programs do with a GPU, plain and under `terrace run` in each allocator mode, and compares.
 
-    run.py --terrace build/release/bin/terrace [--python PYTHON] [--only ITEM] [--policy FILE]
+    run.py --terrace build/release/bin/terrace [--python PYTHON] [--only ITEM] [--policy FILE] [--jobs N]
 
 Each program of programs/ prints what it computed, the same in every run; its last line is "done". One JSON row for each
 item and mode: item, mode, command, outcome ("same", "differs", "failed", or "skipped: why"), seconds, and what was said
@@ -9,6 +9,7 @@ where it did not go well. docs/compatibility.md names every item.
 """
 
 import argparse
+import concurrent.futures
 import json
 import shutil
 import subprocess
@@ -108,7 +109,12 @@ def row(item, mode, outcome, seconds=None, said=""):
             "seconds": None if seconds is None else round(seconds, 1), "said": said}
 
 
-def rows_of(item, options, gpus, folder):
+def rows_of(item, options, gpus):
+    with tempfile.TemporaryDirectory() as folder:
+        return rows_in(Path(folder), item, options, gpus)
+
+
+def rows_in(folder, item, options, gpus):
     why = why_not(item, options, gpus)
     if why:
         return [row(item, mode, f"skipped: {why}") for mode in MODES]
@@ -135,15 +141,18 @@ def main():
     parser.add_argument("--policy", type=Path, default=HERE / "policy.toml")
     parser.add_argument("--only", metavar="ITEM", help="one item, by its name")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
+    parser.add_argument("--jobs", type=int, default=1, help="items that run side by side")
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error("--jobs: at least 1")
     chosen = [item for item in ITEMS if options.only in (None, item.name)]
     if not chosen:
         parser.error(f'--only: no item "{options.only}"; there are: ' + "; ".join(item.name for item in ITEMS))
     gpus = visible_gpus()
     good = True
-    with tempfile.TemporaryDirectory() as folder:
-        for item in chosen:
-            for line in rows_of(item, options, gpus, Path(folder)):
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for lines in pool.map(lambda item: rows_of(item, options, gpus), chosen):
+            for line in lines:
                 good = good and line["outcome"] not in ("failed", "differs")
                 print(json.dumps(line), flush=True)
     return 0 if good else 1

@@ -16,6 +16,7 @@ import models
 from terrace.torch.parameters import Parameters
 from terrace.torch.streams import HostStreams
 from terrace.torch.torch_versions import data_of, gradient_of, storage_of
+from terrace.torch.travellers import ALL
 
 WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH * 4  # bytes
@@ -125,7 +126,7 @@ class Gradients(unittest.TestCase):
         with models.plugin(saved_budget=1 << 40, optimizer="ddr", gradients="ddr") as plugin:
             model = layers()
             model(BATCH).pow(2).mean().backward()
-            ledger(plugin).states.release(True)
+            ledger(plugin).states.release(ALL)
             here = [p for p in model.parameters() if gradient_of(p).numel()]
             self.assertEqual(len(here), 1, "the last one, of which nobody knows that it is the last")
             self.assertTrue(models.same([p.grad for p in model.parameters()], plain))
@@ -155,7 +156,7 @@ class Gradients(unittest.TestCase):
             model = layers()
             optimizer = adamw(model)
             model(BATCH).sum().backward()
-            ledger(plugin).states.release(True)
+            ledger(plugin).states.release(ALL)
             before = plugin.figures()["restored_bytes"]
             optimizer.zero_grad(set_to_none=True)
             self.assertEqual(plugin.figures()["restored_bytes"], before)
@@ -169,7 +170,7 @@ class Gradients(unittest.TestCase):
             held = [p.grad for p in model.parameters()]
             expected = [2 * g.clone() for g in held]
             model(BATCH).sum().backward()
-            ledger(plugin).states.release(True)
+            ledger(plugin).states.release(ALL)
             self.assertTrue(models.same(held, expected))
 
     def test_a_backward_that_fails_leaves_gradients_that_are_whole(self):
@@ -237,7 +238,7 @@ class Captures(unittest.TestCase):
                 self.assertTrue(models.same(run(capture), plain))
                 model, optimizer = held
                 model(BATCH).sum().backward()
-                ledger(plugin).states.release(True)
+                ledger(plugin).states.release(ALL)
                 now = [gradient_of(p).data_ptr() for p in model.parameters()]
                 now += [v.data_ptr() for values in optimizer.state.values() for v in values.values()
                         if isinstance(v, torch.Tensor)]
