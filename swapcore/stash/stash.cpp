@@ -209,7 +209,11 @@ Status Stash::restore(User user, EntryId id, Address to) {
   auto found = find(id);
   if (!found) return found.error();
   Entry& entry = **found;
-  if (!over(entry.in)) return invalid("the entry is being restored already; await it first");
+  // What came before is given back, perhaps, before it has arrived: it still arrives first.
+  if (!over(entry.in)) {
+    const Status ordered = user ? entry.in.order_before(*user) : entry.in.synchronize();
+    if (!ordered) return ordered;
+  }
   if (Status held = lost(entry); !held) return held;
   // Home before it leaves home: the user may be another than the one that departed.
   if (!entry.out.done()) {

@@ -60,8 +60,8 @@ class Stash {
   // Whether the copy has arrived in DDR. Errors: as depart().
   [[nodiscard]] Result<bool> left(EntryId id);
 
-  // Begins to copy all of it to `to`, behind what the user has queued. May be done again once awaited.
-  // Errors: kInvalidArgument (under way already), kIo (its spill failed after depart()), copy errors.
+  // Begins to copy all of it to `to`, behind what the user has queued and behind a restore that is still
+  // under way. Errors: kIo (its spill failed after depart()), copy errors.
   [[nodiscard]] Status restore(User user, EntryId id, Address to);
   // In order of the user, from here on the bytes are there. Errors: kInvalidArgument (never restored), kIo
   // (its spill failed after depart()), copy errors.

@@ -158,6 +158,30 @@ TEST(Stash, AnotherUserMayRestore) {
   rig.device->destroy_stream(other);
 }
 
+TEST(Stash, WhatHasLeftAgainBeforeItArrivedComesBackOnceMore) {
+  Rig rig({.link = 20e6});
+  ASSERT_TRUE(rig.open());
+  Memory memory(kBytes), first(kBytes), second(kBytes);
+  rig.write(memory, 3);
+  const auto id = rig.stash->spill(rig.user, memory.data(), Bytes(kBytes), Purpose::kActivation);
+  ASSERT_TRUE(id);
+  ASSERT_TRUE(rig.stash->depart(rig.user, *id));
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, first.data()));
+  ASSERT_TRUE(rig.stash->await(rig.user, *id));
+  rig.write(first, 1);  // the host is ahead: nothing has come back yet, and the memory is somebody else's
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, second.data()));
+  ASSERT_TRUE(rig.stash->await(rig.user, *id));
+  EXPECT_TRUE(rig.holds(second, 3));
+  EXPECT_TRUE(rig.holds(first, 1));
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, first.data()));
+  ASSERT_TRUE(rig.stash->restore(rig.user, *id, second.data()));
+  ASSERT_TRUE(rig.stash->drop(rig.user, *id));
+  rig.write(first, 4);
+  rig.write(second, 5);
+  EXPECT_TRUE(rig.holds(first, 4)) << "a copy wrote into memory that was given back";
+  EXPECT_TRUE(rig.holds(second, 5));
+}
+
 TEST(Stash, ADropInTheMiddleLeavesTheMemoryAlone) {
   for (const bool restoring : {false, true}) {
     Rig rig({.link = 20e6});
