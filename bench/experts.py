@@ -24,6 +24,7 @@ SEED = 7
 PROBE_STEPS = 3  # the second is measured
 LOADS = ["layer", "router", "auto"]
 CLIPS = {"clip": 1.0, "no-clip": 0.0}
+TIMES_LARGER = 4  # than the HBM budget are the expert weights of `larger`
 
 
 @dataclass
@@ -32,14 +33,20 @@ class Preset:
     steps: int
     loads: list  # (experts, sequences in a micro-batch): how many tokens an expert has follows
     idle: tuple  # (experts, length of the one sequence)
+    larger: dict  # [moe] and [model] keys of a model most of whose weights are experts
+    larger_length: int
     lora: str = '[lora]\nrank = 16\ntargets = ["kda.q", "dsa.out"]\n'
 
 
 PRESETS = {
-    "tiny": Preset("tiny", steps=4, loads=[(8, 2), (8, 8)], idle=(64, 12)),
-    "nano": Preset("nano", steps=6, loads=[(16, 1), (16, 2), (16, 4)], idle=(128, 16)),
+    "tiny": Preset("tiny", steps=4, loads=[(8, 2), (8, 8)], idle=(64, 12),
+                   larger={("model", "layers"): 24, ("moe", "experts"): 256}, larger_length=24),
+    "nano": Preset("nano", steps=6, loads=[(16, 1), (16, 2), (16, 4)], idle=(128, 16),
+                   larger={("model", "layers"): 32, ("moe", "experts"): 64}, larger_length=128),
     "slice": Preset("slice", steps=8,
-                    loads=[(128, 1), (64, 1), (32, 1), (16, 1), (16, 2), (16, 3), (16, 5)], idle=(256, 64)),
+                    loads=[(128, 1), (64, 1), (32, 1), (16, 1), (16, 2), (16, 3), (16, 5)], idle=(256, 64),
+                    larger={("model", "layers"): 32, ("moe", "experts"): 128, ("moe", "shared_width"): 1024},
+                    larger_length=4096),
 }
 
 
@@ -210,6 +217,36 @@ class Bench:
         if not losses_equal([run.result for run in runs]):
             self.wrongs.append("idle: losses differ by how experts come")
 
+    def larger(self):
+        """Adapters on a frozen model that is four times as large as the HBM it may use, every expert in DDR."""
+        config = self.write("larger.toml", with_keys(self.base + "\n" + self.preset.lora, {
+            **self.preset.larger, ("train", "batch"): 1, ("train", "length"): self.preset.larger_length,
+            ("train", "micro_batches"): 1}))
+        text = config.read_text(encoding="utf-8")
+        number = 2 if 'compute = "bf16"' in text else 4
+        weights = 3 * number  # gate, up and down
+        for section, key in (("model", "layers"), ("moe", "experts"), ("moe", "latent"), ("moe", "expert_width")):
+            weights *= value_of(text, section, key)
+        budget = weights // TIMES_LARGER
+        runs = [Run("larger", "resident", config),
+                Run("larger", "terrace", config, f'[hbm]\nbudget = "{budget >> 10}KiB"\nreserve = "0"\n'
+                                                 '[experts]\nresident = "0%"\n')]
+        for run in runs:
+            run.result = self.take(f"larger-{run.system}", config, run.policy, "--swapcore", "off")
+            note(f"larger {run.system}: {run.result['ms_per_step']:.1f} ms, HBM {mib(run.result['hbm_peak_bytes'])}, "
+                 f"DDR {mib(run.result['ddr_peak_bytes'])}")
+            print_row(run, "ms_per_step", run.result["ms_per_step"], "ms")
+            print_row(run, "hbm_peak_bytes", run.result["hbm_peak_bytes"], "bytes", None if run.policy == "" else budget)
+        ours = runs[1]
+        print_row(ours, "weights_to_budget", ours.result["experts_ddr_bytes"] / budget, "ratio")
+        print_row(ours, "fetched_bytes", ours.per_step("experts_fetched_bytes"), "bytes")
+        if not losses_equal([run.result for run in runs]):
+            self.wrongs.append("larger: losses differ by where experts live")
+        if ours.result["hbm_peak_bytes"] > budget:
+            self.wrongs.append(f"larger: {mib(ours.result['hbm_peak_bytes'])} of HBM, above the budget of {mib(budget)}")
+        if ours.result["experts_ddr_bytes"] < TIMES_LARGER * budget:
+            self.wrongs.append("larger: the experts in DDR are not four times the budget")
+
     def print_loading(self, ours):
         """By whose word experts came at the end, and what the choice was made by."""
         result = ours.result
@@ -249,13 +286,15 @@ class Bench:
             self.experts()
         if self.options.part in ("all", "idle"):
             self.idle()
+        if self.options.part in ("all", "larger"):
+            self.larger()
         if self.options.part in ("all", "optimizer"):
             self.optimizer()
 
 
 def options_of(arguments):
     parser = bench_parser("experts", __doc__, PRESETS)
-    parser.add_argument("--part", choices=["all", "experts", "idle", "optimizer"], default="all")
+    parser.add_argument("--part", choices=["all", "experts", "idle", "larger", "optimizer"], default="all")
     parser.add_argument("--tokens-per-expert", type=int, action="append", help="only this load; may be repeated")
     parser.add_argument("--resident", default="25%", help="of the expert weights (default: 25%%)")
     parser.add_argument("--load", choices=LOADS, default="auto", help="experts.load of experts@T (default: auto)")

@@ -14,9 +14,9 @@ policy = open(options["--policy"]).read()
 tiered = "[" in policy
 span = {"forward_seconds": 1e-3, "backward_seconds": 2e-3}
 loss = 2.5 + (1e-7 if tiered and os.environ.get("FAKE_OTHER_BITS") else 0)
-json.dump({"ms_per_step": 12.0 if tiered else 10.0, "hbm_peak_bytes": 1, "ddr_peak_bytes": 2, "losses": [loss] * 3,
+json.dump({"ms_per_step": 12.0 if tiered else 10.0, "hbm_peak_bytes": int(os.environ.get("FAKE_PEAK", 1)), "ddr_peak_bytes": 2, "losses": [loss] * 3,
            "losses_hex": [loss.hex()] * 3, "experts_fetched_bytes": 6e6, "state_fetched_bytes": 60e6, "state_written_bytes": 30e6,
-           "experts_load": "router", "experts_fired_share": 0.25, "experts_break_even_share": 0.5, "router_stall_seconds": 0.006,
+           "experts_ddr_bytes": int(os.environ.get("FAKE_EXPERTS", 1 << 30)), "experts_load": "router", "experts_fired_share": 0.25, "experts_break_even_share": 0.5, "router_stall_seconds": 0.006,
            "expert_stall_seconds": 0.003, "optimizer_stall_seconds": 0.006,
            "swapcore_snapshot": {"layers": [span], "head": span, "micro_batches": 1, "h2d_bytes_per_second": 1e9,
                                  "d2h_bytes_per_second": 1e9, "both_bytes_per_second": 1.5e9}}, open(options["--json"], "w"))
@@ -63,6 +63,18 @@ class Verdicts(StandInBench):
         self.assertEqual((config["moe"]["experts"], config["train"]["length"]), (64, 12))
         answer, _ = self.run_bench("--part", "idle", FAKE_OTHER_BITS="1")
         self.assertIn("idle: losses differ", answer.stderr)
+
+    def test_a_model_that_is_larger_than_its_budget(self):
+        answer, rows = self.run_bench("--part", "larger")
+        self.assertEqual(answer.returncode, 0, answer.stderr)
+        weights = 3 * 4 * 24 * 256 * 32 * 48  # three matrices of fp32 in each expert of each layer
+        self.assertEqual(rows["larger", "terrace", "hbm_peak_bytes"]["floor"], weights // 4)
+        self.assertEqual(rows["larger", "terrace", "weights_to_budget"]["value"], (1 << 30) / (weights // 4))
+        for fake, value, said in (("FAKE_PEAK", weights // 4 + 1, "above the budget"), ("FAKE_OTHER_BITS", 1, "larger: losses differ"),
+                                  ("FAKE_EXPERTS", weights - 4, "not four times the budget")):
+            answer, _ = self.run_bench("--part", "larger", **{fake: str(value)})
+            self.assertEqual(answer.returncode, 1, fake)
+            self.assertIn(said, answer.stderr)
 
     def test_one_load_alone(self):
         _, rows = self.run_bench("--part", "experts", "--tokens-per-expert", "96")
