@@ -48,8 +48,6 @@ bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
     if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device, bytes) > 0_B &&
         grow(account, device, bytes))
       return true;
-    // A pool that meets the wall passes the call on: what the guest is refused is counted there.
-    if (reclaim == Reclaim::kAllowed) refused(account, bytes);
     return false;
   } catch (...) {  // no memory for our own notes: the driver decides
     account.charged.fetch_add(bytes.count());
@@ -185,10 +183,15 @@ void Wall::publish(Account& account) {
   account.limit.store(saturating_sub(account.lease->lease, account.lease->context).count());
 }
 
-void Wall::refused(Account& account, Bytes bytes) noexcept {
+void Wall::count_refusal(int device, Bytes bytes) noexcept try {
+  if (device < 0 || device >= kMostDevices) return;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const ErrnoKept kept;
   account.refusals.fetch_add(1, std::memory_order_relaxed);
   metrics().add<Metric::kRefusedAllocations>(1);
   metrics().add<Metric::kRefusedBytes>(bytes);
+  const std::lock_guard lock(account.mutex);
+  if (account.lease == nullptr) return;
   const Bytes held(account.charged.load());
   const Lease& lease = *account.lease;
   std::string line = format_bytes(bytes) + " of HBM refused: " + format_bytes(held) + " of " +
@@ -198,6 +201,7 @@ void Wall::refused(Account& account, Bytes bytes) noexcept {
   else
     line += ", and " + format_bytes(lease.context) + " by the driver; a larger hbm.budget leaves more room";
   say_once(Notice::kRefused, line);
+} catch (...) {  // no memory for a line
 }
 
 void Wall::refund(int device, Bytes bytes) noexcept {
@@ -320,6 +324,11 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
   if (device < 0 || device >= kMostDevices) return {};
   Account& account = accounts_[static_cast<std::size_t>(device)];
   const ErrnoKept kept;
+  {
+    const std::lock_guard lock(account.lender_mutex);
+    if (account.lender.lend != nullptr)
+      return std::min(Bytes(account.lender.lend(account.lender.self, wanted.count())), wanted);
+  }
   const std::lock_guard lock(account.mutex);
   if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
   if (account.unknown || account.lease->link == nullptr) return wanted;
@@ -327,6 +336,29 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
   return granted ? *granted : wanted;
 } catch (...) {
   return {};
+}
+
+void Wall::return_ddr(int device, Bytes bytes) noexcept try {
+  if (device < 0 || device >= kMostDevices || bytes == 0_B) return;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const ErrnoKept kept;
+  {
+    const std::lock_guard lock(account.lender_mutex);
+    if (account.lender.take_back != nullptr)
+      return account.lender.take_back(account.lender.self, bytes.count());
+  }
+  const std::lock_guard lock(account.mutex);
+  if (account.lease != nullptr && account.lease->link != nullptr)
+    account.lease->link->release(TierId::kDdr, bytes);
+} catch (...) {
+}
+
+void Wall::set_lender(int device, const DdrLender& lender) noexcept try {
+  if (device < 0 || device >= kMostDevices) return;
+  Account& account = accounts_[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(account.lender_mutex);
+  account.lender = lender;
+} catch (...) {
 }
 
 bool Wall::switched_off(int device) const noexcept {

@@ -42,6 +42,13 @@ struct DeviceSource {
   Bytes (*reclaim)(int device, Bytes wanted) noexcept = nullptr;
 };
 
+// Whoever leases for all of this process lends of the DDR that he may pin.
+struct DdrLender {
+  void* self = nullptr;
+  std::uint64_t (*lend)(void* self, std::uint64_t bytes) = nullptr;  // what he gives of it, perhaps nothing
+  void (*take_back)(void* self, std::uint64_t bytes) = nullptr;
+};
+
 class Wall {
  public:
   static constexpr int kMostDevices = 64;
@@ -52,9 +59,11 @@ class Wall {
 
   constexpr Wall() = default;
 
-  // False: refused, counted, and said once. True for devices that cannot be told (their bytes pass).
+  // False: refused. True for devices that cannot be told (their bytes pass).
   [[nodiscard]] bool charge(int device, Bytes bytes, Reclaim reclaim) noexcept;
   void refund(int device, Bytes bytes) noexcept;
+  // The guest is told so: counted, and said once.
+  void count_refusal(int device, Bytes bytes) noexcept;
   // All that was charged is gone: the device was reset.
   void forget(int device) noexcept;
 
@@ -67,6 +76,9 @@ class Wall {
   [[nodiscard]] Bytes context(int device) noexcept;                 // the driver's own, as last measured
   // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
+  void return_ddr(int device, Bytes bytes) noexcept;
+  // From now on such memory comes from him. Without functions: he goes, and no call to him is under way.
+  void set_lender(int device, const DdrLender& lender) noexcept;
   // Of the device's link, with the seat of the account's lease; never destroyed. Null: no memory.
   [[nodiscard]] LinkTime* link_time(int device) noexcept;
   // `terrace off` has reached this process: nothing is refused any more. Wait-free.
@@ -105,6 +117,8 @@ class Wall {
     std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
     std::atomic<LinkTime*> link_time{nullptr};     // made by the first who asks
     bool unknown = false;                          // nobody can tell about this device: its bytes pass
+    std::mutex lender_mutex;                       // before the locks of the lender
+    DdrLender lender{};
   };
   static bool note_peak(Account& account, std::uint64_t now) noexcept;
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
@@ -115,7 +129,6 @@ class Wall {
   [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
   static void publish(Account& account);
   void give_back_excess(Account& account) noexcept;
-  static void refused(Account& account, Bytes bytes) noexcept;
 
   std::array<Account, kMostDevices> accounts_{};
   DeviceSource source_{};

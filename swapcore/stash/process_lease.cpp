@@ -29,7 +29,9 @@ PreloadWall PreloadWall::of_this_process() {
   return {found<std::uint64_t(int)>("terrace_wall_used"),
           found<void(int, std::uint64_t)>("terrace_wall_set_limit"),
           found<std::uint64_t(int)>("terrace_wall_overflow"),
-          found<std::uint64_t(int)>("terrace_wall_refusals")};
+          found<std::uint64_t(int)>("terrace_wall_refusals"),
+          found<void(int, void*, Lend*, TakeBack*)>("terrace_wall_set_lender"),
+          found<std::uint64_t(int)>("terrace_wall_return_unused")};
 }
 
 ProcessLease::ProcessLease(Device& device, Options options)
@@ -77,7 +79,7 @@ Status ProcessLease::start() {
     DaemonLink::Holdings held{};
     const Bytes used = options_.wall.present() ? Bytes(options_.wall.used(device_index_)) : 0_B;
     held[static_cast<std::size_t>(TierId::kHbm)] = std::max(used, Bytes(hbm_.load()));
-    held[static_cast<std::size_t>(TierId::kDdr)] = ddr();
+    held[static_cast<std::size_t>(TierId::kDdr)] = ddr() + Bytes(lent_.load());
     return held;
   };
   options.on_shrink = [this](const DaemonLink::Ask& ask) {
@@ -135,8 +137,9 @@ ProcessLease::State ProcessLease::state() {
   if (link_ == nullptr) return now;
   now.switched_off = link_->passthrough();
   const bool asked = asked_.load(std::memory_order_relaxed);
-  const bool more = leased(TierId::kHbm) > now.hbm || leased(TierId::kDdr) > ddr();
+  const bool more = leased(TierId::kHbm) > now.hbm || leased(TierId::kDdr) > ddr() + Bytes(lent_.load());
   if (!asked && !more) return now;
+  if (asked) (void)reclaim_ddr();
   const std::lock_guard lock(mutex_);
   // Less is never taken: it is given, by give_way().
   if (const Bytes granted = leased(TierId::kHbm); granted > Bytes(hbm_.load())) set_hbm(granted);
@@ -167,9 +170,46 @@ void ProcessLease::give_way(Bytes used, Bytes needed) {
   link_->answer(ask, saturating_sub(link_->lease(TierId::kHbm), left));
 }
 
+// The wall calls the lender with locks of its own: it is told without ours.
 void ProcessLease::attach(DdrPool* pool) {
+  const bool lends = options_.wall.set_lender != nullptr;
+  if (lends && pool == nullptr) options_.wall.set_lender(device_index_, nullptr, nullptr, nullptr);
+  {
+    const std::lock_guard lock(mutex_);
+    pool_ = pool;
+  }
+  if (!lends || pool == nullptr) return;
+  options_.wall.set_lender(
+      device_index_, this,
+      [](void* lender, std::uint64_t bytes) {
+        return static_cast<ProcessLease*>(lender)->lend(Bytes(bytes)).count();
+      },
+      [](void* lender, std::uint64_t bytes) { static_cast<ProcessLease*>(lender)->take_back(Bytes(bytes)); });
+}
+
+Bytes ProcessLease::lend(Bytes wanted) {
   const std::lock_guard lock(mutex_);
-  pool_ = pool;
+  const Bytes whole = ddr();
+  wanted = std::min(wanted, whole);
+  if (pool_ == nullptr || wanted == 0_B) return {};
+  // What the pool holds in use it keeps.
+  const Bytes lent = saturating_sub(wanted, pool_->set_budget(whole - wanted));
+  if (lent < wanted) (void)pool_->set_budget(whole - lent);
+  ddr_ = (whole - lent).count();
+  lent_ += lent.count();
+  return lent;
+}
+
+void ProcessLease::take_back(Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  const Bytes back = std::min(bytes, Bytes(lent_.load()));
+  lent_ -= back.count();
+  ddr_ = (ddr() + back).count();
+  if (pool_ != nullptr) (void)pool_->set_budget(ddr());
+}
+
+bool ProcessLease::reclaim_ddr() {
+  return options_.wall.return_unused != nullptr && options_.wall.return_unused(device_index_) > 0;
 }
 
 Bytes ProcessLease::leased(TierId tier) const {
@@ -185,15 +225,16 @@ void ProcessLease::forget(std::map<TierId, DaemonLink::Ask>::iterator ask) {
 // The lock is held. Pinned memory follows by itself: what is free of it can be given back at once.
 void ProcessLease::follow_ddr() {
   if (pool_ == nullptr) return;
-  Bytes budget = std::max(leased(TierId::kDdr), ddr());
+  const Bytes lent(lent_.load());
+  Bytes budget = std::max(leased(TierId::kDdr), ddr() + lent);
   if (const auto asked = asks_.find(TierId::kDdr); asked != asks_.end()) {
-    const Bytes target = std::min(asked->second.target, budget);
-    budget = std::min(target + pool_->set_budget(target), budget);
+    const Bytes target = std::max(std::min(asked->second.target, budget), lent);
+    budget = std::min(target + pool_->set_budget(target - lent), budget);
     link_->answer(asked->second, saturating_sub(link_->lease(TierId::kDdr), budget));
     forget(asked);
   }
-  (void)pool_->set_budget(budget);
-  ddr_ = budget.count();
+  (void)pool_->set_budget(budget - lent);
+  ddr_ = (budget - lent).count();
   metrics().set<Metric::kBudgetBytes>(TierId::kDdr, budget);
 }
 

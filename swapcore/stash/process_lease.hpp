@@ -33,6 +33,13 @@ struct PreloadWall {
   // older library has neither.
   std::uint64_t (*overflow)(int device) = nullptr;
   std::uint64_t (*refusals)(int device) = nullptr;
+  // The DDR that they lie in is lent by whoever leases for all of the process: he gives of `bytes` what he
+  // has, and takes back. Nulls: he goes.
+  using Lend = std::uint64_t(void* lender, std::uint64_t bytes);
+  using TakeBack = void(void* lender, std::uint64_t bytes);
+  void (*set_lender)(int device, void* lender, Lend* lend, TakeBack* take_back) = nullptr;
+  // Takes back at once what is lent and holds nothing; returns its bytes.
+  std::uint64_t (*return_unused)(int device) = nullptr;
 
   [[nodiscard]] static PreloadWall of_this_process();
   [[nodiscard]] bool present() const { return used != nullptr && set_limit != nullptr; }
@@ -73,7 +80,10 @@ class ProcessLease {
   // The pool that the DDR part of the lease is for, from now on; it outlives the lease. None yet: the
   // budget that it opens with.
   void attach(DdrPool* pool);
+  // What is left of the DDR part for that pool, the wall's share having been lent.
   [[nodiscard]] Bytes ddr() const { return Bytes(ddr_.load(std::memory_order_relaxed)); }
+  // The pool is full: what the wall has and does not use comes back. True: something did.
+  [[nodiscard]] bool reclaim_ddr();
 
  private:
   ProcessLease(Device& device, Options options);
@@ -82,6 +92,8 @@ class ProcessLease {
   [[nodiscard]] Bytes leased(TierId tier) const;
   void forget(std::map<TierId, DaemonLink::Ask>::iterator ask);
   void follow_ddr();
+  [[nodiscard]] Bytes lend(Bytes wanted);
+  void take_back(Bytes bytes);
   void set_hbm(Bytes bytes);
 
   const Options options_;
@@ -91,7 +103,8 @@ class ProcessLease {
   LinkTime& link_time_;
   std::unique_ptr<SharedPage> page_;  // the metrics that the daemon reads
   std::atomic<std::uint64_t> hbm_{0}, ddr_{0};
-  std::mutex mutex_;  // the next two
+  std::atomic<std::uint64_t> lent_{0};  // of DDR, to the wall: not in ddr_
+  std::mutex mutex_;                    // the next two
   std::map<TierId, DaemonLink::Ask> asks_;
   DdrPool* pool_ = nullptr;
   std::atomic<bool> asked_{false};

@@ -162,6 +162,8 @@ Result<Stash::EntryId> Stash::spill(User user, const std::byte* from, Bytes size
   const std::lock_guard lock(mutex_);
   reap();
   auto block = ddr_->allocate(size, pool_of(purpose));
+  if (!block && block.error().code == Errc::kOutOfBudget && lease_->reclaim_ddr())
+    block = ddr_->allocate(size, pool_of(purpose));
   if (!block) return std::move(block).error();
   auto out = begin(user,
                    {.direction = Direction::kD2H,

@@ -177,6 +177,8 @@ TEST(PreloadFile, ShowsOnlyTheSymbolsOfTheTable) {
                                  "terrace_torch_free",
                                  "terrace_wall_overflow",
                                  "terrace_wall_refusals",
+                                 "terrace_wall_return_unused",
+                                 "terrace_wall_set_lender",
                                  "terrace_wall_set_limit",
                                  "terrace_wall_used"};
   static const std::regex kRow("^(DRIVER|RUNTIME|LIBRARY)(_STREAM|_SYNC)?\\((\\w+),.*");

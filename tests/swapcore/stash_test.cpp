@@ -215,6 +215,49 @@ TEST(Stash, DdrThatIsFullRefusesAndRecovers) {
   EXPECT_TRUE(rig.stash->spill({}, memory.data(), 1_MiB, Purpose::kActivation)) << "room was given back";
 }
 
+// A wall that borrows DDR for device memory, and gives back what it does not use.
+struct BorrowingWall {
+  void* lender = nullptr;
+  PreloadWall::Lend* lend = nullptr;
+  PreloadWall::TakeBack* take_back = nullptr;
+  Bytes unused;
+};
+BorrowingWall borrowing;
+
+TEST(Stash, LendsOfItsDdrToTheWallAndAsksForWhatThatDoesNotUse) {
+  Rig rig;
+  Stash::Options wanted;
+  wanted.policy.hbm.budget = Amount::of(64_MiB);
+  wanted.policy.ddr.budget = Amount::of(64_MiB);
+  wanted.policy.ddr.hugepages = HugePages::kOff;
+  wanted.join_daemon = false;
+  wanted.wall.set_lender = [](int, void* lender, PreloadWall::Lend* lend, PreloadWall::TakeBack* take_back) {
+    borrowing = {lender, lend, take_back, 0_B};
+  };
+  wanted.wall.return_unused = [](int) {
+    const std::uint64_t back = std::exchange(borrowing.unused, 0_B).count();
+    borrowing.take_back(borrowing.lender, back);
+    return back;
+  };
+  auto opened = Stash::open(*rig.device, std::move(wanted));
+  ASSERT_TRUE(opened) << opened.error().text;
+  rig.stash = std::move(opened).value();
+  Memory first(40'000'000), second(20'000'000);
+  const auto entry = rig.stash->spill({}, first.data(), Bytes(first.size()), Purpose::kActivation);
+  ASSERT_TRUE(entry) << entry.error().text;
+  const Bytes lent(borrowing.lend(borrowing.lender, (48_MiB).count()));
+  EXPECT_GT(lent, 8_MiB);
+  EXPECT_LE(lent, 64_MiB - Bytes(first.size())) << "what holds bytes it keeps";
+  EXPECT_EQ(rig.stash->lease().ddr(), 64_MiB - lent);
+  EXPECT_FALSE(rig.stash->spill({}, second.data(), Bytes(second.size()), Purpose::kActivation));
+  borrowing.unused = lent;
+  const auto other = rig.stash->spill({}, second.data(), Bytes(second.size()), Purpose::kActivation);
+  EXPECT_TRUE(other) << "with what the wall gave back";
+  EXPECT_EQ(rig.stash->lease().ddr(), 64_MiB);
+  rig.stash.reset();
+  EXPECT_EQ(borrowing.lend, nullptr) << "who goes lends no more";
+}
+
 TEST(Stash, WrongOrderOfCallsIsRefused) {
   Memory memory(kBytes);
   Rig rig;

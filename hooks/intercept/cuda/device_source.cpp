@@ -43,6 +43,7 @@ CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept {
     allocation.device = static_cast<std::int16_t>(current_device());
     allocation.charged = charge_for(size);
     if (!wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed)) {
+      wall().count_refusal(allocation.device, allocation.charged);
       free_by_runtime(Symbol::cudaFree, *out);
       return kOutOfMemory;
     }
@@ -66,7 +67,17 @@ extern "C" __attribute__((visibility("default"))) void terrace_wall_set_limit(in
                                                                               std::uint64_t limit) {
   terrace::hooks::wall().set_limit(device, terrace::Bytes(limit));
 }
-extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_overflow(int) { return 0; }
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_overflow(int device) {
+  return terrace::hooks::cuda::overflow().figures(device).alive.count();
+}
 extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_refusals(int device) {
   return terrace::hooks::wall().refusals(device);
+}
+extern "C" __attribute__((visibility("default"))) void terrace_wall_set_lender(
+    int device, void* self, std::uint64_t (*lend)(void*, std::uint64_t),
+    void (*take_back)(void*, std::uint64_t)) {
+  terrace::hooks::wall().set_lender(device, {self, lend, take_back});
+}
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_return_unused(int device) {
+  return terrace::hooks::cuda::overflow().return_unused(terrace::hooks::cuda::DeviceOrdinal{device}).count();
 }

@@ -1,5 +1,11 @@
 #include "hooks/intercept/cuda/guest_device.hpp"
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
 #include "hooks/intercept/recorder.hpp"
 #include "hooks/intercept/wall.hpp"
 #include "runtime/metrics.hpp"
@@ -37,6 +43,20 @@ Status GuestDevice::describe() {
   info_.granularity = Bytes(granularity);
   info_.capacity = round_down(Bytes(total), info_.granularity);
   return {};
+}
+
+int GuestDevice::nearest_node() const {
+  char pci[32] = "";
+  if (driver_.device_pci(pci, sizeof pci - 1, place_.ordinal) != kSuccess) return 0;
+  for (char& c : pci) c = c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c;
+  const std::string name = "/sys/bus/pci/devices/" + std::string(pci) + "/numa_node";
+  const int file = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
+  char text[16] = "";
+  if (file >= 0) {
+    [[maybe_unused]] const ssize_t bytes = ::read(file, text, sizeof text - 1);
+    ::close(file);
+  }
+  return std::max(std::atoi(text), 0);
 }
 
 Status GuestDevice::check(const char* call, CallResult result, Bytes size) const {

@@ -42,6 +42,8 @@ class GuestDevice final : public Device {
   // Lets another device reach what is mapped now and later.
   [[nodiscard]] CallResult grant(DeviceOrdinal other);
   [[nodiscard]] const Place& place() const { return place_; }
+  // Of the host's memory, as the kernel says; the first where it does not.
+  [[nodiscard]] int nearest_node() const;
   // What the wall has been charged for this device's physical memory. `look` is called with it while no
   // charge changes.
   template <typename Look>

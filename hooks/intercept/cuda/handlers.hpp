@@ -14,7 +14,7 @@
 #include "hooks/intercept/cuda/guest_uses.hpp"
 #include "hooks/intercept/cuda/launch_view.hpp"
 #include "hooks/intercept/cuda/memory_report.hpp"
-#include "hooks/intercept/cuda/physical_ledger.hpp"
+#include "hooks/intercept/cuda/overflow.hpp"
 #include "hooks/intercept/cuda/stable_blocks.hpp"
 #include "hooks/intercept/cuda/stream_pools.hpp"
 #include "hooks/intercept/cuda/symbols.hpp"
@@ -67,29 +67,44 @@ CallResult pass(const Call<Real>& call, Arguments... arguments) noexcept {
 
 // ---------------------------------------------------------------- allocations
 
+constexpr auto kNowhereElse = [] { return false; };
+
 // Charges, asks the driver, and keeps the account right either way. `real` makes the call; `key` is asked
-// after it has succeeded.
-template <typename RealCall, typename Key>
-CallResult charged(Bytes size, std::uint64_t stream, const RealCall& real, const Key& key) noexcept {
+// after it has succeeded; `elsewhere` where the wall or the driver has no room, and says whether it serves.
+template <typename RealCall, typename Key, typename Elsewhere = decltype(kNowhereElse)>
+CallResult charged(Bytes size, std::uint64_t stream, const RealCall& real, const Key& key,
+                   const Elsewhere& elsewhere = kNowhereElse) noexcept {
   const DeviceOrdinal device = current_device();
   const Bytes charge = charge_for(size);
-  if (!wall().charge(device, charge, Wall::Reclaim::kAllowed)) return kOutOfMemory;
+  if (!wall().charge(device, charge, Wall::Reclaim::kAllowed)) {
+    if (elsewhere()) return kSuccess;
+    wall().count_refusal(device, charge);
+    return kOutOfMemory;
+  }
   const CallResult result = real();
   if (result != kSuccess) {
     wall().refund(device, charge);
-    return result;
+    return result == kOutOfMemory && elsewhere() ? kSuccess : result;
   }
+  Overflow::satisfied();
   recorder().allocated(key(), {TierId::kHbm, size, static_cast<std::int16_t>(device), charge}, stream);
   return result;
 }
 
-template <typename Real, typename... Rest>
-CallResult allocate_on(std::uint64_t stream, const Call<Real>& call, DevicePointer* out, std::size_t bytes,
-                       Rest... rest) noexcept {
+// On a stream, or 0.
+template <typename Elsewhere, typename Real, typename... Rest>
+CallResult allocate_or(const Elsewhere& elsewhere, std::uint64_t stream, const Call<Real>& call,
+                       DevicePointer* out, std::size_t bytes, Rest... rest) noexcept {
   DriverCall::note_memory();
   if (out == nullptr) return call.real(out, bytes, rest...);
   return charged(
-      Bytes(bytes), stream, [&] { return call.real(out, bytes, rest...); }, [&] { return key_of(*out); });
+      Bytes(bytes), stream, [&] { return call.real(out, bytes, rest...); }, [&] { return key_of(*out); },
+      elsewhere);
+}
+template <typename Real, typename... Rest>
+CallResult allocate_on(std::uint64_t stream, const Call<Real>& call, DevicePointer* out, std::size_t bytes,
+                       Rest... rest) noexcept {
+  return allocate_or(kNowhereElse, stream, call, out, bytes, rest...);
 }
 
 template <typename Real, typename... Rest>
@@ -110,7 +125,10 @@ CallResult allocate_plain(const Call<Real>& call, DevicePointer* out, std::size_
     DriverCall::note_memory();
     return kSuccess;
   }
-  return allocate_on(0, call, out, bytes);
+  const auto in_ddr = [&] {
+    return overflow().allocate({Overflow::Form::kPlain, Bytes(bytes), call.caller}, out);
+  };
+  return allocate_or(in_ddr, 0, call, out, bytes);
 }
 
 template <typename Real>
@@ -125,12 +143,19 @@ CallResult allocate_pitched(const Call<Real>& call, DevicePointer* out, std::siz
     *pitch = round_up(Bytes(width), kPitchStep).count();
     return kSuccess;
   }
+  const auto in_ddr = [&] {
+    const Bytes size = pitched_bytes(width, height);
+    if (!overflow().allocate({Overflow::Form::kPlain, size, call.caller}, out)) return false;
+    *pitch = round_up(Bytes(width), kPitchStep).count();
+    return true;
+  };
   return charged(
       pitched_bytes(width, height), 0, [&] { return call.real(out, pitch, width, height, element); },
-      [&] { return key_of(*out); });
+      [&] { return key_of(*out); }, in_ddr);
 }
 
-// Ordered on a stream: large ones are blocks from the start, smaller ones where the driver has no more.
+// Ordered on a stream: large ones are blocks from the start, smaller ones where the driver has no more. Who
+// asks so does not ask twice.
 template <typename Real, typename... Rest>
 CallResult allocate_ordered(StreamName stream, const Call<Real>& call, DevicePointer* out, std::size_t bytes,
                             Rest... rest) noexcept {
@@ -140,8 +165,11 @@ CallResult allocate_ordered(StreamName stream, const Call<Real>& call, DevicePoi
     return true;
   };
   if (as_block(StableBlocks::Kind::kOrdered)) return kSuccess;
-  const CallResult result = allocate_on(id_of(stream.handle), call, out, bytes, rest...);
-  return result == kOutOfMemory && as_block(StableBlocks::Kind::kRefused) ? kSuccess : result;
+  const auto elsewhere = [&] {
+    return as_block(StableBlocks::Kind::kRefused) ||
+           overflow().allocate({Overflow::Form::kOrdered, Bytes(bytes), call.caller}, out);
+  };
+  return allocate_or(elsewhere, id_of(stream.handle), call, out, bytes, rest...);
 }
 
 template <typename Real>
@@ -218,6 +246,7 @@ CallResult free_now(const Call<Real>& call, DevicePointer address) noexcept {
   count(guard, CallGroup::kFree);
   auto served = stream_pools().free_now(address);
   if (!served) served = stable_blocks().free_now(address);
+  if (!served) served = overflow().free_now(address);
   if (served) {
     DriverCall::note_memory();
     return *served;
@@ -234,6 +263,7 @@ CallResult free_async(const Call<Real>& call, DevicePointer address, StreamHandl
   count(guard, CallGroup::kFree);
   auto served = stream_pools().free({stream, call.default_stream}, address);
   if (!served) served = stable_blocks().free_on({stream, call.default_stream}, address);
+  if (!served) served = overflow().free_on({stream, call.default_stream}, address);
   if (served) {
     DriverCall::note_memory();
     return *served;
@@ -252,95 +282,6 @@ CallResult free_host(const Call<Real>& call, void* address) noexcept {
 template <typename Real>
 CallResult free_array(const Call<Real>& call, ArrayHandle array) noexcept {
   return free_host(call, array);
-}
-
-// ---------------------------------------------------------------- physical memory
-
-template <typename Real>
-CallResult create_physical(const Call<Real>& call, PhysicalHandle* out, std::size_t bytes,
-                           const AllocationProperties* properties, unsigned long long flags) noexcept {
-  const DriverCall guard;
-  if (!guard.outermost()) return call.real(out, bytes, properties, flags);
-  count(guard, CallGroup::kMap);
-  if (out == nullptr || properties == nullptr) return call.real(out, bytes, properties, flags);
-  const bool on_device = properties->location.type == LocationType::kDevice;
-  Allocation allocation{on_device ? TierId::kHbm : TierId::kDdr, Bytes(bytes)};
-  if (on_device) {
-    allocation.device = static_cast<std::int16_t>(properties->location.id);
-    allocation.charged = Bytes(bytes);
-    if (!wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed)) return kOutOfMemory;
-  }
-  const CallResult result = call.real(out, bytes, properties, flags);
-  if (result != kSuccess) {
-    wall().refund(allocation.device, allocation.charged);
-    return result;
-  }
-  recorder().created_physical(key_of_handle(*out), allocation);
-  noting([&] { physical_ledger().created(*out, allocation); });
-  return result;
-}
-
-inline void end_physical(const Allocation& allocation) noexcept {
-  recorder().shrank(allocation.tier, allocation.size);
-  Recorder::freed(allocation);
-}
-
-template <typename Real>
-CallResult release_physical(const Call<Real>& call, PhysicalHandle handle) noexcept {
-  const DriverCall guard;
-  if (!guard.outermost()) return call.real(handle);
-  count(guard, CallGroup::kMap);
-  // Before the call its value is still nobody else's.
-  Recorder::releasing_physical(key_of_handle(handle));
-  const CallResult result = call.real(handle);
-  if (result != kSuccess) return result;
-  noting([&] {
-    const auto ended = physical_ledger().released(handle);
-    if (ended.freed) end_physical(*ended.freed);
-    if (ended.known == PhysicalLedger::Known::kNo) Recorder::freed_unknown();
-  });
-  return result;
-}
-
-template <typename Real>
-CallResult retain_physical(const Call<Real>& call, PhysicalHandle* out, void* address) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kMap);
-  const CallResult result = call.real(out, address);
-  if (result == kSuccess && guard.outermost())
-    noting([&] { physical_ledger().retained(*out, reinterpret_cast<std::uintptr_t>(address)); });
-  return result;
-}
-
-// Another process's memory, and its charge.
-template <typename Real>
-CallResult import_physical(const Call<Real>& call, PhysicalHandle* out, void* shared, int type) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kShare);
-  const CallResult result = call.real(out, shared, type);
-  if (result == kSuccess && guard.outermost())
-    noting([&] { physical_ledger().created(*out, {TierId::kHbm, Bytes()}); });
-  return result;
-}
-
-template <typename Real>
-CallResult map_physical(const Call<Real>& call, DevicePointer at, std::size_t bytes, std::size_t offset,
-                        PhysicalHandle handle, unsigned long long flags) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kMap);
-  const CallResult result = call.real(at, bytes, offset, handle, flags);
-  if (result == kSuccess && guard.outermost()) noting([&] { physical_ledger().mapped(at, bytes, handle); });
-  return result;
-}
-
-template <typename Real>
-CallResult unmap_physical(const Call<Real>& call, DevicePointer at, std::size_t bytes) noexcept {
-  const DriverCall guard;
-  count(guard, CallGroup::kMap);
-  const CallResult result = call.real(at, bytes);
-  if (result == kSuccess && guard.outermost())
-    noting([&] { physical_ledger().unmapped(at, bytes, end_physical); });
-  return result;
 }
 
 // ---------------------------------------------------------------- what the driver says of memory
@@ -413,6 +354,7 @@ CallResult reset_device(const Call<Real>& call, DeviceOrdinal device) noexcept {
   if (result == kSuccess && guard.outermost()) {
     stream_pools().device_reset(device);
     stable_blocks().device_reset(device);
+    overflow().device_reset(device);
     recorder().forget_device(device);
     launch_layouts().forget();
   }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "hooks/intercept/cuda/physical_handlers.hpp"
 #include "hooks/intercept/cuda/use_handlers.hpp"
 #include "hooks/intercept/loaded_library.hpp"
 

@@ -40,6 +40,26 @@ void PhysicalLedger::mapped(DevicePointer at, std::size_t bytes, PhysicalHandle 
   mappings_[at] = {known->second, bytes};
 }
 
+std::optional<Allocation> PhysicalLedger::find(PhysicalHandle handle) const {
+  const std::lock_guard lock(mutex_);
+  const auto known = handles_.find(handle);
+  return known == handles_.end() ? std::nullopt : allocation_of(known->second);
+}
+
+std::optional<Allocation> PhysicalLedger::mapped_at(DevicePointer address) const {
+  const std::lock_guard lock(mutex_);
+  auto mapping = mappings_.upper_bound(address);
+  if (mapping == mappings_.begin()) return std::nullopt;
+  --mapping;
+  if (address - mapping->first >= mapping->second.bytes) return std::nullopt;
+  return allocation_of(mapping->second.memory);
+}
+
+std::optional<Allocation> PhysicalLedger::allocation_of(Id id) const {
+  const auto found = memories_.find(id);
+  return found == memories_.end() ? std::nullopt : std::optional(found->second.allocation);
+}
+
 std::optional<Allocation> PhysicalLedger::end_if_unheld(Id id) {
   const auto found = memories_.find(id);
   if (found == memories_.end() || found->second.references > 0 || found->second.mappings > 0)

@@ -23,6 +23,9 @@ class PhysicalLedger {
   void retained(PhysicalHandle handle, DevicePointer address);
   void mapped(DevicePointer at, std::size_t bytes, PhysicalHandle handle);
 
+  [[nodiscard]] std::optional<Allocation> find(PhysicalHandle handle) const;
+  [[nodiscard]] std::optional<Allocation> mapped_at(DevicePointer address) const;
+
   // What has become free by it, if that was the last hold.
   enum class Known : unsigned char { kNo, kYes };
   struct Ended {
@@ -49,10 +52,11 @@ class PhysicalLedger {
     unsigned mappings = 0;
   };
   using Id = unsigned long long;  // handles are used again while mappings of an older one live
+  [[nodiscard]] std::optional<Allocation> allocation_of(Id id) const;  // mutex_ held, as below
   [[nodiscard]] std::optional<Allocation> end_if_unheld(Id id);
   [[nodiscard]] std::optional<Allocation> drop_mapping(Id id);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<Id, Memory> memories_;
   std::map<PhysicalHandle, Id> handles_;
   struct Mapping {

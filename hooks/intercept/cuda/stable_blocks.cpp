@@ -1,8 +1,5 @@
 #include "hooks/intercept/cuda/stable_blocks.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -34,12 +31,6 @@ constinit NeverDestroyed the;
 constexpr Bytes kBatch = 256_MiB;
 constexpr std::uint64_t kDdrSteps = 64;  // a lease of DDR grows by at least such a part of the budget
 
-// Whoever moves bytes between processes shows its buffers to others by ways of its own.
-bool allocates_for_others(const void* caller) {
-  return is_in_library(caller, "libnccl.so") || is_in_library(caller, "libnvshmem_host.so") ||
-         is_in_library(caller, "libuct_cuda.so");
-}
-
 bool wanted_here() {
   const HookSettings& settings = hook_settings();
   if (settings.spill == SpillWord::kOff || settings.ddr_budget == 0_B) return false;
@@ -50,27 +41,17 @@ bool ends_the_form(Errc code) {
   return code != Errc::kOutOfBudget && code != Errc::kOutOfMemory && code != Errc::kCancelled;
 }
 
-// The node of the host's memory that is nearest to a device, as the kernel says; the first where it does not.
-int nearest_node(const DriverCalls& driver, DeviceOrdinal device) {
-  char pci[32] = "";
-  if (driver.device_pci(pci, sizeof pci - 1, device) != kSuccess) return 0;
-  for (char& c : pci) c = c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c;
-  const std::string name = "/sys/bus/pci/devices/" + std::string(pci) + "/numa_node";
-  const int file = ::open(name.c_str(), O_RDONLY | O_CLOEXEC);
-  char text[16] = "";
-  if (file >= 0) {
-    [[maybe_unused]] const ssize_t bytes = ::read(file, text, sizeof text - 1);
-    ::close(file);
-  }
-  return std::max(std::atoi(text), 0);
-}
-
 Address address_of(DevicePointer pointer) { return reinterpret_cast<Address>(pointer); }
 const void* pointer_to(DevicePointer pointer) { return reinterpret_cast<const void*>(pointer); }
 
 }  // namespace
 
 StableBlocks& stable_blocks() noexcept { return the.blocks; }
+
+bool allocates_for_others(const void* caller) noexcept {
+  return is_in_library(caller, "libnccl.so") || is_in_library(caller, "libnvshmem_host.so") ||
+         is_in_library(caller, "libuct_cuda.so");
+}
 
 // ---------------------------------------------------------------- which device
 
@@ -129,7 +110,7 @@ std::unique_ptr<DeviceBlocks> StableBlocks::make(ContextHandle context, DeviceOr
                                     .hbm_budget = made->device->info().capacity,
                                     .batch = kBatch,
                                     .lease = lease_,
-                                    .nodes = {nearest_node(driver, ordinal)}});
+                                    .nodes = {made->device->nearest_node()}});
   if (!space) return refused(space.error());
   made->space = *std::move(space);
   // Ahead of its use comes a share of the budget, however large.
@@ -384,6 +365,11 @@ CallResult StableBlocks::share_with(DeviceOrdinal owner, DeviceOrdinal other) no
   return granted;
 } catch (...) {
   return kOutOfMemory;
+}
+
+std::uint64_t StableBlocks::peers_of(DeviceOrdinal owner) noexcept {
+  const std::lock_guard lock(mutex_);
+  return peers_[static_cast<std::size_t>(owner)];
 }
 
 // ---------------------------------------------------------------- captures, streams, ends

@@ -93,6 +93,7 @@ class StableBlocks {
   void fix_all(DeviceBlocks& blocks, FixedReason reason, Where where) noexcept;
   // Another device may reach what is on this one: all of it, now and later.
   [[nodiscard]] CallResult share_with(DeviceOrdinal owner, DeviceOrdinal other) noexcept;
+  [[nodiscard]] std::uint64_t peers_of(DeviceOrdinal owner) noexcept;  // as bits
 
   // Makes `bytes` of HBM free for others. Returns what blocks gave up.
   Bytes give_way(DeviceOrdinal device, Bytes bytes) noexcept;
@@ -152,5 +153,8 @@ class StableBlocks {
 
 // The one of this process; never destroyed.
 [[nodiscard]] StableBlocks& stable_blocks() noexcept;
+
+// Whoever moves bytes between processes shows its buffers to others by ways of its own.
+[[nodiscard]] bool allocates_for_others(const void* caller) noexcept;
 
 }  // namespace terrace::hooks::cuda

@@ -260,10 +260,12 @@ CallResult create_texture(const Call<Real>& call, unsigned long long* out, const
 inline void describe_block(int attribute, void* value, DevicePointer address) noexcept {
   constexpr int kMemoryType = 2, kDeviceOrdinal = 9;  // CU_POINTER_ATTRIBUTE_...
   constexpr unsigned kDeviceMemory = 2;               // CU_MEMORYTYPE_DEVICE
+  if (value == nullptr || (attribute != kMemoryType && attribute != kDeviceOrdinal)) return;
   const DeviceBlocks* const blocks = stable_blocks().holding(address);
-  if (blocks == nullptr || value == nullptr) return;
+  const auto device = blocks != nullptr ? std::optional(blocks->ordinal) : overflow().device_of(address);
+  if (!device) return;
   if (attribute == kMemoryType) std::memcpy(value, &kDeviceMemory, sizeof kDeviceMemory);
-  if (attribute == kDeviceOrdinal) std::memcpy(value, &blocks->ordinal, sizeof blocks->ordinal);
+  if (attribute == kDeviceOrdinal) std::memcpy(value, &*device, sizeof *device);
 }
 template <typename Real>
 CallResult get_attribute(const Call<Real>& call, void* value, int attribute, DevicePointer address) noexcept {
@@ -299,7 +301,8 @@ CallResult enable_peer(const Call<Real>& call, ContextHandle peer, unsigned flag
     const CurrentContext other(*driver, peer);
     if (other.result() == kSuccess) owner = current_device();
   }
-  return stable_blocks().share_with(owner, here);
+  const CallResult shared = stable_blocks().share_with(owner, here);
+  return shared == kSuccess ? overflow().share_with(owner, here) : shared;
 }
 
 }  // namespace terrace::hooks::cuda

@@ -36,6 +36,8 @@ int cuArrayDestroy(void* array);
 int cuMemAddressReserve(Pointer* out, std::size_t bytes, std::size_t, Pointer, unsigned long long);
 int cuMemMap(Pointer at, std::size_t bytes, std::size_t offset, Pointer handle, unsigned long long flags);
 int cuMemUnmap(Pointer at, std::size_t bytes);
+int cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t count);
+int cuMemGetAllocationPropertiesFromHandle(void* out, Pointer handle);
 int cuMemRetainAllocationHandle(Pointer* out, void* address);
 int cuMemImportFromShareableHandle(Pointer* out, void* shared, int type);
 int cuIpcGetMemHandle(IpcHandle* out, Pointer address);

@@ -1,4 +1,4 @@
-// The scenes of memory_guest, in three files.
+// The scenes of memory_guest, in four files.
 #pragma once
 
 #include <functional>
@@ -14,6 +14,7 @@ inline constexpr std::size_t kKiB = 1024, kMiB = 1024 * kKiB, kGiB = 1024 * kMiB
 void say(const char* what, long long value);
 
 const std::map<std::string_view, std::function<void()>>& memory_scenes();
+const std::map<std::string_view, std::function<void()>>& overflow_scenes();
 const std::map<std::string_view, std::function<void()>>& pool_scenes();
 const std::map<std::string_view, std::function<void()>>& stable_scenes();
 

@@ -93,6 +93,13 @@ API cuMemCreate(Pointer* out, std::size_t bytes, const Properties* properties, u
   entry->handles[*out] = made;
   return kSuccess;
 }
+API cuMemGetAllocationPropertiesFromHandle(Properties* out, Pointer handle) {
+  const Entry entry;
+  const auto found = entry->handles.find(handle);
+  if (found == entry->handles.end()) return kInvalidValue;
+  const int device = found->second.device;
+  return *out = {1, 0, device < 0 ? 3 : 1, std::max(device, 0)}, kSuccess;
+}
 API cuMemRelease(Pointer handle) {
   Entry entry;
   if (entry.result() != kSuccess) return entry.result();
