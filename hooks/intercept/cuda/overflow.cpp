@@ -37,11 +37,6 @@ bool wanted_here() {
 
 Address address_of(DevicePointer pointer) { return reinterpret_cast<Address>(pointer); }
 
-Bytes kept_by(const HostHandlePool& pool) {
-  const HostHandlePool::Usage usage = pool.usage();
-  return usage.held - usage.live;
-}
-
 }  // namespace
 
 Overflow& overflow() noexcept { return the.overflow; }
@@ -115,11 +110,18 @@ std::unique_ptr<Overflow::OfDevice> Overflow::make(ContextHandle context, Device
 
 // ---------------------------------------------------------------- the lease
 
+// Freed, and charged to the lease.
+Bytes Overflow::kept_by(OfDevice& on) {
+  const HostHandlePool::Usage usage = on.handles->usage();
+  const std::lock_guard lock(on.kept_mutex);
+  return usage.held - usage.live + on.kept_bytes;
+}
+
 // True: the lease has room for `size`, freed handles of other sizes given up.
 bool Overflow::lease_more(OfDevice& on, Bytes size) {
   const std::lock_guard lock(on.lease_mutex);
   const Bytes most = hook_settings().ddr_budget, now = on.lease->budget();
-  const Bytes needed = saturating_sub(on.lease->held(), kept_by(*on.handles)) + size;
+  const Bytes needed = saturating_sub(on.lease->held(), kept_by(on)) + size;
   if (needed <= now) return true;
   Bytes more;
   if (needed <= most)
@@ -138,10 +140,11 @@ bool Overflow::lease_more(OfDevice& on, Bytes size) {
 // Down to what is in use, and `keep` of what is not.
 Bytes Overflow::shrink_lease(OfDevice& on, Bytes keep) {
   const std::lock_guard lock(on.lease_mutex);
-  const Bytes before = on.lease->budget(), kept = kept_by(*on.handles);
+  const Bytes before = on.lease->budget(), kept = kept_by(on);
   const Bytes after = std::min(before, saturating_sub(on.lease->held(), kept) + std::min(kept, keep));
   if (after == before) return {};
   on.lease->set_budget(after);
+  drop_handles(on, on.lease->excess());
   (void)on.handles->trim(HostHandlePool::Until::kBudgetIsKept);
   wall().return_ddr(on.ordinal, before - after);
   return before - after;
@@ -213,7 +216,9 @@ bool Overflow::allocate(const Request& request, DevicePointer* out) noexcept try
   OfDevice* const on = ready(request);
   if (on == nullptr) return false;
   Block block{on, round_up(request.size, on->handles->chunk())};
-  if (!lease_more(*on, block.size) || !take_handles(*on, block)) return false;
+  if (!lease_more(*on, block.size)) return false;
+  if (on->lease->room() < block.size) drop_handles(*on, block.size);
+  if (!take_handles(*on, block)) return false;
   const auto at = map(*on, block);
   if (!at) return false;
   const Bytes size = block.size;
@@ -269,7 +274,7 @@ void Overflow::end(const Block& block) {
     (void)on.handles->give_back(handle);
   }
   (void)on.device->in_context([&] { return driver.release_range(block.at, block.size.count()); });
-  if (kept_by(*on.handles) > kMostKept) (void)shrink_lease(on, kMostKept);
+  if (kept_by(on) > kMostKept) (void)shrink_lease(on, kMostKept);
 }
 
 void Overflow::end_deferred() {
@@ -326,38 +331,118 @@ bool Overflow::create(const Request& request, const AllocationProperties& wanted
   OfDevice* const on = ready(request);
   if (on == nullptr || round_up(request.size, on->handles->chunk()) != request.size) return false;
   if (!lease_more(*on, request.size)) return false;
-  if (!on->lease->try_charge(request.size)) {
-    (void)on->handles->trim(HostHandlePool::Until::kNothingIsKept);
-    if (!on->lease->try_charge(request.size)) return false;
-  }
-  const DriverCalls& driver = *driver_calls();
-  AllocationProperties kind{};
-  kind.type = kPinnedMemory;
-  kind.requested_handle_types = wanted.requested_handle_types;
-  kind.location = {LocationType::kHostNuma, on->handles->nodes().front()};
-  const auto make = [&] { return driver.create(out, request.size.count(), &kind, 0); };
-  CallResult result = on->device->in_context(make);
-  if (result != kSuccess && result != kOutOfMemory && kind.requested_handle_types != 0) {
-    kind.requested_handle_types = 0;  // where nothing can be shown to others
-    result = on->device->in_context(make);
-  }
-  if (result != kSuccess) {
-    on->lease->release(request.size);
-    return false;
+  auto handle = take_handle(*on, request.size, wanted.requested_handle_types);
+  if (!handle) handle = new_handle(*on, request.size, wanted.requested_handle_types);
+  if (!handle) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    // An older one of this value has gone without a word to us.
+    std::erase_if(given_, [&](const Given& each) { return each.handle == *handle; });
+    given_.push_back({*handle, wanted.requested_handle_types, false});
   }
   physical_.store(true);
   served(*on, request.size);
+  *out = *handle;
   return true;
 } catch (...) {
   return false;
 }
 
-void Overflow::ended(const Allocation& allocation) noexcept {
+std::optional<PhysicalHandle> Overflow::take_handle(OfDevice& on, Bytes size, int types) {
+  const std::lock_guard lock(on.kept_mutex);
+  const auto found = std::find_if(on.kept.begin(), on.kept.end(), [&](const KeptHandle& each) {
+    return each.size == size && each.types == types;
+  });
+  if (found == on.kept.end()) return std::nullopt;
+  const PhysicalHandle handle = found->handle;
+  on.kept.erase(found);
+  on.kept_bytes -= size;
+  recorder().shrank(TierId::kDdr, size);  // counted by who creates it
+  return handle;
+}
+
+std::optional<PhysicalHandle> Overflow::new_handle(OfDevice& on, Bytes size, int types) {
+  if (!on.lease->try_charge(size)) {
+    drop_handles(on, size);
+    (void)on.handles->trim(HostHandlePool::Until::kNothingIsKept);
+    if (!on.lease->try_charge(size)) return std::nullopt;
+  }
+  const DriverCalls& driver = *driver_calls();
+  AllocationProperties kind{};
+  kind.type = kPinnedMemory;
+  kind.requested_handle_types = types;
+  kind.location = {LocationType::kHostNuma, on.handles->nodes().front()};
+  PhysicalHandle handle = 0;
+  const auto make = [&] { return driver.create(&handle, size.count(), &kind, 0); };
+  CallResult result = on.device->in_context(make);
+  if (result != kSuccess && result != kOutOfMemory && types != 0) {
+    kind.requested_handle_types = 0;  // where nothing can be shown to others
+    result = on.device->in_context(make);
+  }
+  if (result == kSuccess) return handle;
+  on.lease->release(size);
+  return std::nullopt;
+}
+
+void Overflow::drop_handles(OfDevice& on, Bytes enough) {
+  const DriverCalls& driver = *driver_calls();
+  const std::lock_guard lock(on.kept_mutex);
+  while (enough > 0_B && !on.kept.empty()) {
+    const KeptHandle last = on.kept.back();
+    on.kept.pop_back();
+    on.kept_bytes -= last.size;
+    (void)on.device->in_context([&] { return driver.destroy(last.handle); });
+    on.lease->release(last.size);
+    recorder().shrank(TierId::kDdr, last.size);
+    enough = saturating_sub(enough, last.size);
+  }
+}
+
+bool Overflow::keeps(PhysicalHandle handle) noexcept try {
+  if (!physical_.load(std::memory_order_relaxed)) return false;
+  const auto known = physical_ledger().find(handle);
+  if (!known || !is_overflow(known->allocation) || !known->last || known->withheld) return false;
+  const std::lock_guard lock(mutex_);
+  const OfDevice* const on = opened_[static_cast<std::size_t>(known->allocation.device)];
+  if (on == nullptr || on->closed.load()) return false;
+  return std::any_of(given_.begin(), given_.end(),
+                     [&](const Given& each) { return each.handle == handle && !each.shown; });
+} catch (...) {
+  return false;
+}
+
+void Overflow::shown(PhysicalHandle handle) noexcept try {
+  if (!physical_.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex_);
+  for (Given& each : given_) each.shown = each.shown || each.handle == handle;
+} catch (...) {
+}
+
+void Overflow::ended(const Allocation& allocation, PhysicalHandle withheld) noexcept try {
   if (!is_overflow(allocation)) return;
   counts_[static_cast<std::size_t>(allocation.device)].alive.fetch_sub(allocation.size.count());
-  const std::lock_guard lock(mutex_);
-  if (OfDevice* const on = opened_[static_cast<std::size_t>(allocation.device)])
-    on->lease->release(allocation.size);
+  OfDevice* on = nullptr;
+  int types = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    on = opened_[static_cast<std::size_t>(allocation.device)];
+    const auto given = std::find_if(given_.begin(), given_.end(),
+                                    [&](const Given& each) { return each.handle == withheld; });
+    if (given != given_.end()) {
+      types = given->types;
+      given_.erase(given);
+    }
+  }
+  if (on == nullptr) return;
+  if (withheld == 0) return on->lease->release(allocation.size);
+  {
+    const std::lock_guard lock(on->kept_mutex);
+    on->kept.push_back({withheld, allocation.size, types});
+    on->kept_bytes += allocation.size;
+    recorder().grew(TierId::kDdr, allocation.size);
+  }
+  if (kept_by(*on) > kMostKept) (void)shrink_lease(*on, kMostKept);
+} catch (...) {
 }
 
 // ---------------------------------------------------------------- what others ask

@@ -54,11 +54,14 @@ class Overflow {
   // does; free_on waits for the stream.
   [[nodiscard]] std::optional<CallResult> free_now(DevicePointer address) noexcept;
   [[nodiscard]] std::optional<CallResult> free_on(StreamName stream, DevicePointer address) noexcept;
-  // Physical memory has gone, whose ever it was.
+  // Physical memory. Whether the driver is not to be told of a handle's release, for it is kept for others.
+  [[nodiscard]] bool keeps(PhysicalHandle handle) noexcept;
+  void shown(PhysicalHandle handle) noexcept;  // to another process
+  // It has gone, whose ever it was; `withheld`: a handle that the driver was not told of.
   static bool is_overflow(const Allocation& allocation) noexcept {
     return allocation.tier == TierId::kDdr && allocation.device >= 0;
   }
-  void ended(const Allocation& allocation) noexcept;
+  void ended(const Allocation& allocation, PhysicalHandle withheld) noexcept;
 
   // Whose memory the guest takes it for.
   [[nodiscard]] std::optional<DeviceOrdinal> device_of(DevicePointer address) noexcept;
@@ -77,6 +80,11 @@ class Overflow {
   void start_again_in_child() noexcept;
 
  private:
+  struct KeptHandle {
+    PhysicalHandle handle = 0;
+    Bytes size;
+    int types = 0;  // of handles for others that were asked for
+  };
   struct OfDevice {
     ContextHandle context = nullptr;
     DeviceOrdinal ordinal = -1;
@@ -85,6 +93,9 @@ class Overflow {
     std::unique_ptr<HostHandlePool> handles{};
     std::mutex lease_mutex{};  // whoever changes the lease's budget
     std::atomic<bool> closed{false};
+    std::mutex kept_mutex{};  // the next two
+    std::vector<KeptHandle> kept{};
+    Bytes kept_bytes{};
   };
   struct Block {
     OfDevice* on = nullptr;
@@ -107,6 +118,10 @@ class Overflow {
   [[nodiscard]] std::unique_ptr<OfDevice> make(ContextHandle context, DeviceOrdinal ordinal);
   [[nodiscard]] static bool lease_more(OfDevice& on, Bytes size);
   static Bytes shrink_lease(OfDevice& on, Bytes keep);
+  [[nodiscard]] static Bytes kept_by(OfDevice& on);
+  static void drop_handles(OfDevice& on, Bytes enough);
+  [[nodiscard]] static std::optional<PhysicalHandle> take_handle(OfDevice& on, Bytes size, int types);
+  [[nodiscard]] static std::optional<PhysicalHandle> new_handle(OfDevice& on, Bytes size, int types);
   [[nodiscard]] static bool take_handles(OfDevice& on, Block& block);
   [[nodiscard]] static std::optional<DevicePointer> map(OfDevice& on, const Block& block);
   static void give_back(OfDevice& on, const std::vector<HostHandlePool::Handle>& handles);
@@ -132,6 +147,12 @@ class Overflow {
   std::array<bool, kMostDevices> failed_{};
   std::vector<Block> blocks_;
   std::vector<DevicePointer> deferred_;  // freed while something was captured
+  struct Given {
+    PhysicalHandle handle;
+    int types;
+    bool shown;
+  };
+  std::vector<Given> given_;  // handles that the guest has
 };
 
 // The one of this process; never destroyed.

@@ -38,10 +38,10 @@ CallResult create_physical(const Call<Real>& call, PhysicalHandle* out, std::siz
   return result;
 }
 
-inline void end_physical(const Allocation& allocation) noexcept {
-  overflow().ended(allocation);
-  recorder().shrank(allocation.tier, allocation.size);
-  Recorder::freed(allocation);
+inline void end_physical(const PhysicalLedger::Freed& freed) noexcept {
+  recorder().shrank(freed.allocation.tier, freed.allocation.size);
+  overflow().ended(freed.allocation, freed.withheld);
+  Recorder::freed(freed.allocation);
 }
 
 template <typename Real>
@@ -51,10 +51,12 @@ CallResult release_physical(const Call<Real>& call, PhysicalHandle handle) noexc
   count(guard, CallGroup::kMap);
   // Before the call its value is still nobody else's.
   Recorder::releasing_physical(key_of_handle(handle));
-  const CallResult result = call.real(handle);
+  const bool withheld = overflow().keeps(handle);
+  const CallResult result = withheld ? kSuccess : call.real(handle);
   if (result != kSuccess) return result;
   noting([&] {
-    const auto ended = physical_ledger().released(handle);
+    using Release = PhysicalLedger::Release;
+    const auto ended = physical_ledger().released(handle, withheld ? Release::kWithheld : Release::kMade);
     if (ended.freed) end_physical(*ended.freed);
     if (ended.known == PhysicalLedger::Known::kNo) Recorder::freed_unknown();
   });
@@ -69,6 +71,16 @@ CallResult retain_physical(const Call<Real>& call, PhysicalHandle* out, void* ad
   if (result == kSuccess && guard.outermost())
     noting([&] { physical_ledger().retained(*out, reinterpret_cast<std::uintptr_t>(address)); });
   return result;
+}
+
+// To another process, which may hold it for longer than this one.
+template <typename Real>
+CallResult show_physical(const Call<Real>& call, void* out, PhysicalHandle handle, int type,
+                         unsigned long long flags) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (guard.outermost()) overflow().shown(handle);
+  return call.real(out, handle, type, flags);
 }
 
 // Another process's memory, and its charge.
@@ -115,7 +127,8 @@ CallResult describe_physical(const Call<Real>& call, AllocationProperties* out,
   if (result != kSuccess || !guard.outermost() || out == nullptr) return result;
   noting([&] {
     const auto known = physical_ledger().find(handle);
-    if (known && Overflow::is_overflow(*known)) out->location = {LocationType::kDevice, known->device};
+    if (known && Overflow::is_overflow(known->allocation))
+      out->location = {LocationType::kDevice, known->allocation.device};
   });
   return result;
 }

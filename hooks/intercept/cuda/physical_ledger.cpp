@@ -18,7 +18,7 @@ PhysicalLedger& physical_ledger() noexcept {
 void PhysicalLedger::created(PhysicalHandle handle, const Allocation& allocation) {
   const std::lock_guard lock(mutex_);
   const Id id = ++last_id_;
-  memories_[id] = {allocation, 1, 0};
+  memories_[id] = {allocation, 1, 0, 0};
   handles_[handle] = id;
 }
 
@@ -40,10 +40,13 @@ void PhysicalLedger::mapped(DevicePointer at, std::size_t bytes, PhysicalHandle 
   mappings_[at] = {known->second, bytes};
 }
 
-std::optional<Allocation> PhysicalLedger::find(PhysicalHandle handle) const {
+std::optional<PhysicalLedger::Found> PhysicalLedger::find(PhysicalHandle handle) const {
   const std::lock_guard lock(mutex_);
   const auto known = handles_.find(handle);
-  return known == handles_.end() ? std::nullopt : allocation_of(known->second);
+  if (known == handles_.end()) return std::nullopt;
+  const auto memory = memories_.find(known->second);
+  if (memory == memories_.end()) return std::nullopt;
+  return Found{memory->second.allocation, memory->second.references == 1, memory->second.withheld != 0};
 }
 
 std::optional<Allocation> PhysicalLedger::mapped_at(DevicePointer address) const {
@@ -52,34 +55,31 @@ std::optional<Allocation> PhysicalLedger::mapped_at(DevicePointer address) const
   if (mapping == mappings_.begin()) return std::nullopt;
   --mapping;
   if (address - mapping->first >= mapping->second.bytes) return std::nullopt;
-  return allocation_of(mapping->second.memory);
-}
-
-std::optional<Allocation> PhysicalLedger::allocation_of(Id id) const {
-  const auto found = memories_.find(id);
+  const auto found = memories_.find(mapping->second.memory);
   return found == memories_.end() ? std::nullopt : std::optional(found->second.allocation);
 }
 
-std::optional<Allocation> PhysicalLedger::end_if_unheld(Id id) {
+std::optional<PhysicalLedger::Freed> PhysicalLedger::end_if_unheld(Id id) {
   const auto found = memories_.find(id);
   if (found == memories_.end() || found->second.references > 0 || found->second.mappings > 0)
     return std::nullopt;
-  const Allocation ended = found->second.allocation;
+  const Freed ended{found->second.allocation, found->second.withheld};
   memories_.erase(found);
   return ended;
 }
 
-PhysicalLedger::Ended PhysicalLedger::released(PhysicalHandle handle) {
+PhysicalLedger::Ended PhysicalLedger::released(PhysicalHandle handle, Release how) {
   const std::lock_guard lock(mutex_);
   const auto known = handles_.find(handle);
   if (known == handles_.end()) return {};
   const Id id = known->second;
+  if (how == Release::kWithheld) memories_[id].withheld = handle;
   // The value may name other memory once its last reference is gone, though a mapping keeps this one.
   if (--memories_[id].references == 0) handles_.erase(known);
   return {Known::kYes, end_if_unheld(id)};
 }
 
-std::optional<Allocation> PhysicalLedger::drop_mapping(Id id) {
+std::optional<PhysicalLedger::Freed> PhysicalLedger::drop_mapping(Id id) {
   const auto found = memories_.find(id);
   if (found == memories_.end()) return std::nullopt;
   --found->second.mappings;

@@ -23,17 +23,28 @@ class PhysicalLedger {
   void retained(PhysicalHandle handle, DevicePointer address);
   void mapped(DevicePointer at, std::size_t bytes, PhysicalHandle handle);
 
-  [[nodiscard]] std::optional<Allocation> find(PhysicalHandle handle) const;
+  struct Found {
+    Allocation allocation;
+    bool last = false;  // no other reference through a handle: its release would be the last
+    bool withheld = false;
+  };
+  [[nodiscard]] std::optional<Found> find(PhysicalHandle handle) const;
   [[nodiscard]] std::optional<Allocation> mapped_at(DevicePointer address) const;
 
-  // What has become free by it, if that was the last hold.
+  // What has become free by it, if that was the last hold. The driver was not told of a release that was
+  // withheld: the handle comes back with what is free at last.
   enum class Known : unsigned char { kNo, kYes };
+  enum class Release : unsigned char { kMade, kWithheld };
+  struct Freed {
+    Allocation allocation;
+    PhysicalHandle withheld = 0;
+  };
   struct Ended {
     Known known = Known::kNo;
-    std::optional<Allocation> freed{};
+    std::optional<Freed> freed{};
   };
-  Ended released(PhysicalHandle handle);
-  // Calls freed(allocation) for each that ends with a mapping in the range.
+  Ended released(PhysicalHandle handle, Release how);
+  // Calls freed(what) for each that ends with a mapping in the range.
   template <typename Visit>
   void unmapped(DevicePointer at, std::size_t bytes, const Visit& freed) {
     const std::lock_guard lock(mutex_);
@@ -50,11 +61,11 @@ class PhysicalLedger {
     Allocation allocation;
     unsigned references = 0;  // of the handle
     unsigned mappings = 0;
+    PhysicalHandle withheld = 0;
   };
   using Id = unsigned long long;  // handles are used again while mappings of an older one live
-  [[nodiscard]] std::optional<Allocation> allocation_of(Id id) const;  // mutex_ held, as below
-  [[nodiscard]] std::optional<Allocation> end_if_unheld(Id id);
-  [[nodiscard]] std::optional<Allocation> drop_mapping(Id id);
+  [[nodiscard]] std::optional<Freed> end_if_unheld(Id id);
+  [[nodiscard]] std::optional<Freed> drop_mapping(Id id);
 
   mutable std::mutex mutex_;
   std::map<Id, Memory> memories_;

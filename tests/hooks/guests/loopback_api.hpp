@@ -37,6 +37,7 @@ int cuMemAddressReserve(Pointer* out, std::size_t bytes, std::size_t, Pointer, u
 int cuMemMap(Pointer at, std::size_t bytes, std::size_t offset, Pointer handle, unsigned long long flags);
 int cuMemUnmap(Pointer at, std::size_t bytes);
 int cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t count);
+int cuMemExportToShareableHandle(int* file, Pointer handle, int type, unsigned long long flags);
 int cuMemGetAllocationPropertiesFromHandle(void* out, Pointer handle);
 int cuMemRetainAllocationHandle(Pointer* out, void* address);
 int cuMemImportFromShareableHandle(Pointer* out, void* shared, int type);

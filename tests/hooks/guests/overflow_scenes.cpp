@@ -163,6 +163,19 @@ void physical() {
   say("alive", alive());
   say("unmap", cuMemUnmap(range, kHandles * kEach));
   say("alive", alive());
+  say("host MiB", host_mib());
+  // The same again, with handles that were kept; one of them is shown to another process.
+  handles.clear();
+  (void)create_all();
+  for (const Pointer handle : handles) cuMemRelease(handle);
+  handles.clear();
+  say("again", create_all());
+  say("host MiB", host_mib());
+  int file = -1;
+  say("export", cuMemExportToShareableHandle(&file, handles.back(), 1, 0));
+  for (const Pointer handle : handles) cuMemRelease(handle);
+  say("alive", alive());
+  say("host MiB", host_mib());
   (void)return_unused();
   say("host MiB", host_mib());
   say("room", cuMemCreate(&more, 32 * kMiB, on_device, 0));
