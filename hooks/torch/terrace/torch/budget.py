@@ -85,7 +85,6 @@ class DeviceBudget:
     MORE_SLACK = 0.01  # at a time
     MOST_SLACK = 0.12  # where memory lay in DDR
     MOST_SLACK_FOR_REFUSALS = 0.05  # where PyTorch had to give back what it caches, and went on
-    FEW_REFUSALS = 2  # in a round: they cost less than the bytes that would have to move
 
     def __init__(self, memory, lease, most=1 << 62, read_every=READ_EVERY):
         self._most = most
@@ -217,7 +216,10 @@ class DeviceBudget:
         return max(0, max(0, self._left_as_it_is(at)) + at.states - at.held)
 
     def is_short(self, at, nbytes, working):
-        short = self._left_as_it_is(at) - nbytes < max(working, int(self._lease.limit() * self.LEAST))
+        # What is on its way out will be gone, and what is back early came as far as there was room.
+        left = self._left_as_it_is(at) + at.states
+        wanted = max(working, int(self._lease.limit() * self.LEAST))
+        short = left - nbytes < (min(wanted, at.alive) if at.in_backward else wanted)
         if short:
             self._press()
         return short
@@ -255,11 +257,11 @@ class DeviceBudget:
         limit = self._lease.limit()
         beyond = self._round_peak + self._outside - limit
         fragments = self._round_overflow - max(0, beyond)
-        often = beyond <= 0 and self._lease.refusals - self._refusals > self.FEW_REFUSALS
-        most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if often else 0
+        refused = beyond <= 0 and self._lease.refusals > self._refusals
+        most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if refused else 0
         more = min(self._slack + max(fragments, int(limit * self.MORE_SLACK)), int(limit * most))
         if more > self._slack:
-            self._slack, self._wants_cache_back = more, True
+            self._slack, self._steps_over = more, 0
 
     def wants_cache_back(self):
         """What lies in DDR and is cached would serve again and again. Where it is there step after step, it is asked for in

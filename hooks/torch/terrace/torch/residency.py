@@ -73,6 +73,7 @@ class Ledger:
         self._recent = collections.deque(maxlen=RECENT)
         self._gone = collections.deque()
         self._victims = set()
+        self._early = 0  # bytes whose copies began before they had to
         self.rounds = 0  # with backward, to their end
         self.spills_in_round = 0
         self._nothing = {}  # by dtype: what an alias shows while its storage is away
@@ -156,7 +157,7 @@ class Ledger:
         self._uncopied.clear()
         self._recent.clear()
         self.budget.begin_round()
-        self.spills_in_round = 0
+        self.spills_in_round = self._early = 0
         self._most_saved, self._saved = max(self._most_saved, self._saved), 0
         expected = self.schedule.expected
         self._victims = set()
@@ -272,6 +273,11 @@ class Ledger:
             self.held_peak = max(self.held_peak, self._idle())
         self.budget.settled(self.held)
 
+    def make_way(self, nbytes):
+        """So many bytes come back now: who is leaving goes first where there is no room for both."""
+        if self.states.leaving:
+            self.states.release(self.held + nbytes - self.limit())
+
     def _idle(self):
         """Bytes in HBM that no operator is at work on, as far as can be told."""
         recent = (self._entries.get(number) for number in set(self._recent))
@@ -294,23 +300,26 @@ class Ledger:
             heapq.heappush(self._heap, item)
 
     def _start_early(self, limit):
-        """Copies begin before anybody needs the room: of the plan's victims, or of the oldest where half is full."""
+        """Copies begin before anybody needs the room: of the plan's victims; without one, of the oldest, as many as the last
+        round had too many, or in the first where half is full."""
         if self.schedule.in_backward:
             return
         planned = self.schedule.expected is not None
+        last = self.schedule.last_bytes
         while self._uncopied:
             number = self._uncopied[0]
             if planned and number not in self._victims:
                 self._uncopied.popleft()
                 continue
-            if not planned and self.held * 2 <= limit:
+            if not planned and (self._early >= last - limit if last else self.held * 2 <= limit):
                 break
             self._uncopied.popleft()
             reference = self._entries.get(number)
             entry = reference() if reference is not None else None
             if entry is not None and entry.storage is not None and not entry.copy and not entry.stuck:
                 self._start_copy(entry)
-                if not planned:
+                self._early += entry.nbytes
+                if not planned and not last:
                     break
 
     # ------------------------------------------------------------ coming back

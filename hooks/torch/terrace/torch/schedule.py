@@ -16,6 +16,7 @@ class Round:
         self.sizes = tuple(sizes)
         self.uses = tuple(uses)
         self.needs = needs
+        self.bytes = sum(self.sizes)
         self._at_work = {}
         self.turn = {save: turn for turn, save in enumerate(uses)}
 
@@ -85,6 +86,11 @@ class Schedule:
     def most_at_work(self, count):
         """Of the last round with backward; None: there was none."""
         return self.known[0].most_at_work(count) if self.known else None
+
+    @property
+    def last_bytes(self):
+        """Saved in the last round with backward; 0: there was none."""
+        return self.known[0].bytes if self.known else 0
 
     @property
     def in_backward(self):

@@ -175,6 +175,7 @@ class Travellers:
     def _start(self, index):
         ledger, one = self._ledger, self.away[index]
         if one.tensor() is not None:
+            ledger.make_way(one.nbytes)
             storage = ledger.new_storage(one.nbytes)
             one.stream = ledger.stream()
             ledger.stash.restore(one.stream, one.copy, storage.data_ptr())
