@@ -21,6 +21,8 @@ constinit Wall the_wall;
 constexpr std::chrono::milliseconds kPatience{2000};
 // After the daemon has asked for less, what it has taken is not counted on for so long.
 constexpr std::chrono::seconds kCeilingHolds{5};
+// How long the device's books are taken at their word.
+constexpr std::chrono::milliseconds kBooksHold{250};
 // What a lease grows by at least: a share of the budget, so that a job asks the daemon seldom.
 constexpr std::uint64_t kStepShare = 64;
 
@@ -176,7 +178,24 @@ void Wall::measure_context(Account& account, int device) {
   if (!facts || !facts->free) return;
   const Bytes others =
       saturating_sub(saturating_sub(facts->total, *facts->free), Bytes(account.charged.load()));
-  account.lease->context = std::min(others, kMostContextBytes);
+  account.lease->context = others <= kMostContextBytes ? others : context_beside_others(account, *facts);
+}
+
+// A charge comes before its memory and goes after it, so that what the books have beside charges is never too
+// much, and the most of several looks is nearest.
+Bytes Wall::context_beside_others(Account& account, const DeviceFacts& facts) {
+  if (source_.held == nullptr) return kMostContextBytes;
+  Lease& lease = *account.lease;
+  const Nanoseconds now = steady_clock().now();
+  if (now >= lease.told_until) {
+    lease.told_until = now + kBooksHold;
+    const auto held = source_.held(facts);
+    const Bytes charged(account.charged.load());
+    // Far less than was charged: of another process, whose number is the same elsewhere.
+    if (held && *held >= charged / 2)
+      lease.told_context = std::max(lease.told_context, saturating_sub(*held, charged));
+  }
+  return lease.told_context > 0_B ? std::min(lease.told_context, kMostContextBytes) : kMostContextBytes;
 }
 
 void Wall::publish(Account& account) {

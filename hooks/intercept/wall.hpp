@@ -40,6 +40,8 @@ struct DeviceSource {
   std::optional<DeviceFacts> (*facts)(int device) noexcept = nullptr;
   // Gives back what is held and unused, and of what can leave the device as much as makes room for `wanted`.
   Bytes (*reclaim)(int device, Bytes wanted) noexcept = nullptr;
+  // What this process alone holds of the device, where somebody can tell. Milliseconds.
+  std::optional<Bytes> (*held)(const DeviceFacts& facts) noexcept = nullptr;
 };
 
 // Whoever leases for all of this process lends of the DDR that he may pin.
@@ -53,7 +55,8 @@ class Wall {
  public:
   static constexpr int kMostDevices = 64;
   // What the driver and the kernels that it loads take of a device for one process, at most. Where other
-  // processes use the device too, the driver's figure for free memory has theirs in it.
+  // processes use the device too, the driver's figure for free memory has theirs in it: beyond this the
+  // device's books are asked for the process's own, and this much is taken where they do not tell.
   static constexpr Bytes kMostContextBytes = 1_GiB;
   enum class Reclaim : std::uint8_t { kAllowed, kNot };
 
@@ -103,6 +106,8 @@ class Wall {
     Bytes total, budget, lease, context;
     Bytes ceiling;               // what the daemon has asked to come down to,
     Nanoseconds ceiling_ends{};  // and until when no more than that, or the lease, is counted on
+    Bytes told_context;          // the most that the device's books had beside what was charged,
+    Nanoseconds told_until{};    // and when they are asked again
     std::unique_ptr<SharedPage> page;
     std::unique_ptr<DaemonLink> link;
     bool led = false;  // set_limit() says what it is
@@ -126,6 +131,7 @@ class Wall {
   void join_daemon(Account& account, int device, Lease& lease);
   void hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept;
   void measure_context(Account& account, int device);
+  [[nodiscard]] Bytes context_beside_others(Account& account, const DeviceFacts& facts);
   [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
   static void publish(Account& account);
   void give_back_excess(Account& account) noexcept;

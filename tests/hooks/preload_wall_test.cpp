@@ -147,6 +147,20 @@ TEST(PreloadWall, OtherProcessesOnTheDeviceTakeNoMoreThanAContextsRoom) {
   EXPECT_EQ(value_of(ended, "blocks"), 5) << "the driver does not tell 200 MiB from a context's";
 }
 
+TEST(PreloadWall, TheDevicesBooksTellAContextFromOtherProcesses) {
+  const auto blocks = [](const char* books) {
+    const Ended ended =
+        run_guest("wall", preloaded_guest({"TERRACE_HBM_BUDGET=2GiB", "LOOPBACK_OTHERS_MIB=2000",
+                                           std::string("LOOPBACK_BOOKS=") + books}));
+    return value_of(ended, "blocks");
+  };
+  EXPECT_EQ(blocks("own"), 15) << "and 64 MiB of the context";
+  EXPECT_EQ(blocks("none"), 8) << "the most that a context takes";
+  EXPECT_EQ(blocks("strangers"), 8);
+  EXPECT_EQ(blocks("untold"), 8);
+  EXPECT_EQ(blocks("namesake"), 8) << "another process's number, elsewhere";
+}
+
 TEST(PreloadReport, FreeMemoryIsWhatTheBudgetLeaves) {
   const Ended plain = run_guest("memory-info", bare_guest());
   EXPECT_EQ(value_of(plain, "available MiB"), 16384 - 64 - 256);

@@ -45,7 +45,7 @@ struct AllocationProperties {
   int requested_handle_types;
   Location location;
   void* windows_only;
-  unsigned char flags[8];
+  unsigned char flags[8];  // compression, GPUDirect, two of usage
 };
 static_assert(offsetof(AllocationProperties, location) == 8 && sizeof(AllocationProperties) == 32);
 inline constexpr int kPinnedMemory = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED

@@ -1,4 +1,5 @@
 // What the wall asks of CUDA, and what goes past its driver's functions.
+#include "hooks/intercept/cuda/device_books.hpp"
 #include "hooks/intercept/cuda/handlers.hpp"
 
 namespace terrace::hooks::cuda {
@@ -28,7 +29,9 @@ Bytes reclaim_on(int device, Bytes wanted) noexcept {
   return unused + stable_blocks().give_way(DeviceOrdinal{device}, wanted - unused);
 }
 
-[[gnu::constructor]] void give_the_wall_its_source() { wall().set_source({facts_of, reclaim_on}); }
+[[gnu::constructor]] void give_the_wall_its_source() {
+  wall().set_source({facts_of, reclaim_on, held_by_this_process});
+}
 
 void free_by_runtime(Symbol symbol, void* address) noexcept {
   if (void* real = real_function(symbol)) (void)reinterpret_cast<CallResult (*)(void*)>(real)(address);

@@ -326,7 +326,9 @@ std::optional<CallResult> Overflow::free_on(StreamName stream, DevicePointer add
 
 bool Overflow::create(const Request& request, const AllocationProperties& wanted,
                       PhysicalHandle* out) noexcept try {
-  if (current_device() != wanted.location.id) return false;
+  // Compressed memory and tile pools are a device's alone.
+  const bool special = wanted.flags[0] != 0 || wanted.flags[2] != 0 || wanted.flags[3] != 0;
+  if (wanted.type != kPinnedMemory || special || current_device() != wanted.location.id) return false;
   const ErrnoKept kept;
   OfDevice* const on = ready(request);
   if (on == nullptr || round_up(request.size, on->handles->chunk()) != request.size) return false;
