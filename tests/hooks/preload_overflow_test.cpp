@@ -11,7 +11,6 @@ using test::run_guest;
 using test::Settings;
 using test::value_of;
 using test::values_of;
-using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;

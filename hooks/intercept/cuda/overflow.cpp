@@ -28,6 +28,15 @@ union NeverDestroyed {
 };
 constinit NeverDestroyed the;
 
+// What this thread was refused last, and has not got since.
+struct Refused {
+  Overflow::Form form = Overflow::Form::kPlain;
+  DeviceOrdinal device = -1;
+  std::uint64_t size = 0;
+  bool operator==(const Refused&) const = default;
+};
+thread_local constinit Refused last_refused;
+
 constexpr Bytes kLeaseStep = 256_MiB;  // a lease of DDR grows by at least so much
 
 bool wanted_here() {
@@ -41,13 +50,15 @@ Address address_of(DevicePointer pointer) { return reinterpret_cast<Address>(poi
 
 Overflow& overflow() noexcept { return the.overflow; }
 
+void Overflow::satisfied() noexcept { last_refused = {}; }
+
 // ---------------------------------------------------------------- whether, and on which device
 
 // The second time; a plain first one is remembered.
 bool Overflow::is_due(const Request& request, DeviceOrdinal device) noexcept {
   const Refused now{request.form, device, request.size.count()};
-  const bool again = refused_.form == now.form && refused_.device == now.device && refused_.size == now.size;
-  refused_ = now;
+  const bool again = last_refused == now;
+  last_refused = now;
   return again || request.form == Form::kOrdered;
 }
 
@@ -505,7 +516,7 @@ void Overflow::process_ends() noexcept try {
 
 // The memory is the parent's, and who held the lock may not exist here.
 void Overflow::start_again_in_child() noexcept {
-  refused_ = kNothing;
+  satisfied();
   new (this) Overflow;
 }
 

@@ -48,7 +48,7 @@ class Overflow {
   [[nodiscard]] bool create(const Request& request, const AllocationProperties& wanted,
                             PhysicalHandle* out) noexcept;
   // This thread has got what it asked for: the next refusal is a first one.
-  static void satisfied() noexcept { refused_ = kNothing; }
+  static void satisfied() noexcept;
 
   // The answer to the call; nothing: no address of ours. free_now waits for the context first, as a driver
   // does; free_on waits for the stream.
@@ -106,12 +106,6 @@ class Overflow {
   struct Counts {
     std::atomic<std::uint64_t> alive{0}, peak{0}, times{0};
   };
-  struct Refused {
-    Form form;
-    DeviceOrdinal device;
-    std::uint64_t size;
-  };
-  static constexpr Refused kNothing{Form::kPlain, -1, 0};
   [[nodiscard]] static bool is_due(const Request& request, DeviceOrdinal device) noexcept;
   [[nodiscard]] OfDevice* ready(const Request& request);
   [[nodiscard]] OfDevice* open(ContextHandle context, DeviceOrdinal ordinal);
@@ -136,7 +130,6 @@ class Overflow {
     return address - first_.load(std::memory_order_relaxed) < bytes_.load(std::memory_order_relaxed);
   }
 
-  static inline thread_local constinit Refused refused_ = kNothing;
   std::array<Counts, kMostDevices> counts_{};
   std::atomic<bool> physical_{false};  // handles were given out
   // All ranges there were lie inside; it only grows.
