@@ -145,6 +145,16 @@ TEST(PreloadOverflow, WhoLeasesForTheProcessLendsTheDdr) {
   EXPECT_EQ(value_of(ended, "of the policy"), 0);
 }
 
+TEST(PreloadOverflow, ThreadsAtOnceFillAndEmptyIt) {
+  const Ended ended = run_guest("overflow-threads", with_torch({"TERRACE_DDR_BUDGET=48MiB"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "odd"), 0);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_EQ(value_of(ended, "served"), 1) << ended.out;
+  EXPECT_EQ(value_of(ended, "alive"), 0);
+  EXPECT_EQ(value_of(ended, "host MiB"), 0);
+}
+
 // Whichever driver call fails, with whatever: no wrong byte, no error of ours, nothing kept for good.
 TEST(PreloadOverflowFaults, EachDriverCallMayFail) {
   const auto run = [](long long nth, int code) {

@@ -288,6 +288,45 @@ void lender() {
   say("of the policy", ask_twice(&out, 60 * kMiB));
 }
 
+// Threads that fill DDR to its end, plainly and by handles: nobody gets another's bytes, and all of it comes
+// back.
+void threads() {
+  (void)begin();
+  std::atomic<int> wrong{0}, served{0}, odd{0};
+  std::vector<std::thread> all;
+  for (std::uint64_t id = 1; id <= 4; ++id) {
+    all.emplace_back([&, id] {
+      cudaSetDevice(0);
+      const int on_device[8] = {1, 0, 1, 0};
+      for (int times = 0; times < 40; ++times) {
+        const std::size_t bytes = (5 + (id + static_cast<std::size_t>(times)) % 4) * 2 * kMiB;
+        void* out = nullptr;
+        const int result = ask_twice(&out, bytes);
+        odd += result != 0 && result != 2;
+        if (result == 0) {
+          const std::uint64_t own = id << 32 | static_cast<std::uint64_t>(times);
+          auto* const words = static_cast<std::uint64_t*>(out);
+          words[0] = words[bytes / 8 - 1] = own;
+          std::this_thread::yield();
+          wrong += words[0] != own || words[bytes / 8 - 1] != own;
+          served += 1;
+          odd += cudaFree(out) != 0;
+        }
+        Pointer handle = 0;
+        if (cuMemCreate(&handle, bytes, on_device, 0) == 0 || cuMemCreate(&handle, bytes, on_device, 0) == 0)
+          odd += cuMemRelease(handle) != 0;
+      }
+    });
+  }
+  for (std::thread& each : all) each.join();
+  say("odd", odd);
+  say("wrong", wrong);
+  say("served", served > 40);
+  say("alive", alive());
+  (void)return_unused();
+  say("host MiB", host_mib());
+}
+
 // Everything once, so that each driver call can fail in turn: what was given has the right bytes, what was
 // not is the ordinary error.
 void faults() {
@@ -331,7 +370,7 @@ const std::map<std::string_view, std::function<void()>>& overflow_scenes() {
       {"overflow", second_refusal},    {"overflow-which", which_refusal}, {"overflow-physical", physical},
       {"overflow-ddr-full", ddr_full}, {"overflow-in-order", in_order},   {"overflow-captured", captured},
       {"overflow-peers", peers},       {"overflow-forked", forked},       {"overflow-reset", reset},
-      {"overflow-lender", lender},     {"overflow-faults", faults},
+      {"overflow-lender", lender},     {"overflow-faults", faults},       {"overflow-threads", threads},
   };
   return scenes;
 }
