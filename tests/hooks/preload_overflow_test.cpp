@@ -110,6 +110,14 @@ TEST(PreloadOverflow, WhoAsksInOrderOfAStreamIsServedAtOnce) {
   EXPECT_EQ(value_of(ended, "alive"), 0);
 }
 
+TEST(PreloadOverflow, ALibraryThatFailsForGoodIsServedAtOnce) {
+  const Ended ended = run_guest("overflow-library", with_torch());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "workspace"), 0);
+  EXPECT_EQ(value_of(ended, "in hbm"), 0);
+  EXPECT_EQ(value_of(ended, "free"), 0);
+}
+
 TEST(PreloadOverflow, ACaptureGetsNoneAndFreesWaitForItsEnd) {
   const Ended ended = run_guest("overflow-captured", with_torch());
   ASSERT_EQ(ended.exit_code, 0) << ended.err;

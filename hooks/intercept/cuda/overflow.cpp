@@ -44,6 +44,20 @@ bool wanted_here() {
   return settings.spill != SpillWord::kOff && settings.ddr_budget > 0_B && is_loaded("libc10_cuda.so");
 }
 
+// Libraries that fail for good where their workspace is refused, at the first use on a thread, say.
+bool asks_once(const void* caller) {
+  static constexpr const char* kLibraries[] = {"libcublas.so",
+                                               "libcublasLt.so",
+                                               "libcudnn.so",
+                                               "libcudnn_graph.so",
+                                               "libcudnn_engines_precompiled.so",
+                                               "libcusolver.so",
+                                               "libcusparse.so",
+                                               "libcufft.so"};
+  return std::any_of(std::begin(kLibraries), std::end(kLibraries),
+                     [caller](const char* library) { return is_in_library(caller, library); });
+}
+
 Address address_of(DevicePointer pointer) { return reinterpret_cast<Address>(pointer); }
 
 }  // namespace
@@ -54,12 +68,12 @@ void Overflow::satisfied() noexcept { last_refused = {}; }
 
 // ---------------------------------------------------------------- whether, and on which device
 
-// The second time; a plain first one is remembered.
+// The second time; a plain first one is remembered. At once for who does not ask again.
 bool Overflow::is_due(const Request& request, DeviceOrdinal device) noexcept {
   const Refused now{request.form, device, request.size.count()};
   const bool again = last_refused == now;
   last_refused = now;
-  return again || request.form == Form::kOrdered;
+  return again || request.form == Form::kOrdered || asks_once(request.caller);
 }
 
 // Null: not to be served.

@@ -4,7 +4,8 @@
 // is passed on, and the second of the same size on the same thread, with nothing allocated in between, is
 // served from the host's memory on the node nearest to the device. The device reads and writes it over the
 // link, at a fiftieth of HBM's rate, and right to the last bit. It never moves, and no launch is looked at
-// for it. Who allocates in order of a stream does not ask twice: there the first refusal is served.
+// for it. Who allocates in order of a stream does not ask twice, nor do cuBLAS and its like: there the first
+// refusal is served.
 //
 // A plain allocation is a range of its own with handles of host memory mapped in it; freed handles are kept
 // for the next, up to kMostKept. Who creates physical memory gets a handle of host memory in place of the

@@ -111,6 +111,17 @@ void second_refusal() {
   say("host MiB", host_mib());
 }
 
+void a_library_asks_once() {
+  (void)begin();
+  void* const blas = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_LOCAL);
+  auto* const workspace = reinterpret_cast<int (*)(Pointer*, std::size_t)>(
+      blas == nullptr ? nullptr : dlsym(blas, "loopback_workspace"));
+  Pointer out = 0;
+  say("workspace", workspace == nullptr ? -1 : workspace(&out, kLarge));
+  say("in hbm", loopback_in_hbm(out));
+  say("free", cuMemFree_v2(out));
+}
+
 void which_refusal() {
   (void)begin();
   void* out = nullptr;
@@ -367,10 +378,19 @@ void faults() {
 
 const std::map<std::string_view, std::function<void()>>& overflow_scenes() {
   static const std::map<std::string_view, std::function<void()>> scenes = {
-      {"overflow", second_refusal},    {"overflow-which", which_refusal}, {"overflow-physical", physical},
-      {"overflow-ddr-full", ddr_full}, {"overflow-in-order", in_order},   {"overflow-captured", captured},
-      {"overflow-peers", peers},       {"overflow-forked", forked},       {"overflow-reset", reset},
-      {"overflow-lender", lender},     {"overflow-faults", faults},       {"overflow-threads", threads},
+      {"overflow", second_refusal},
+      {"overflow-which", which_refusal},
+      {"overflow-library", a_library_asks_once},
+      {"overflow-physical", physical},
+      {"overflow-ddr-full", ddr_full},
+      {"overflow-in-order", in_order},
+      {"overflow-captured", captured},
+      {"overflow-peers", peers},
+      {"overflow-forked", forked},
+      {"overflow-reset", reset},
+      {"overflow-lender", lender},
+      {"overflow-faults", faults},
+      {"overflow-threads", threads},
   };
   return scenes;
 }

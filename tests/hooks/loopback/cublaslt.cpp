@@ -6,6 +6,7 @@
 #include <thread>
 
 extern "C" {
+int cuMemAlloc_v2(std::uint64_t* out, std::size_t bytes);
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                    void**);
 void* loopback_kernel(const char* name, void (*run)(void**), const std::size_t* sizes, std::size_t count,
@@ -49,4 +50,10 @@ extern "C" __attribute__((visibility("default"))) int cublasLtMatmul(void*, void
   operands[which] = {static_cast<const std::uint64_t*>(a), static_cast<std::uint64_t*>(d)};
   void* parameters[] = {&which};
   return cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, parameters, nullptr);
+}
+
+// As the library does for itself when it is first used.
+extern "C" __attribute__((visibility("default"))) int loopback_workspace(std::uint64_t* out,
+                                                                         std::size_t bytes) {
+  return cuMemAlloc_v2(out, bytes);
 }
