@@ -132,6 +132,20 @@ class Gradients(unittest.TestCase):
             self.assertTrue(models.same([p.grad for p in model.parameters()], plain))
             self.assertEqual([gradient_of(p).numel() for p in model.parameters()], [WIDTH * WIDTH] * LAYERS)
 
+    def test_states_leave_as_far_as_a_round_has_no_room_for_them(self):
+        plain = None
+        for kib, least, most in ((8192, 0, 0), (2300, 1, 12 * LAYER), (1280, 14 * LAYER, 18 * LAYER)):
+            moved = []
+            with budget(kib * 1024, smallest=4096) as plugin:
+                model = layers()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                got = train(model, optimizer, 9, lambda *unused: moved.append(plugin.figures()["state_bytes"]))
+                self.assertLessEqual(plugin.figures()["hbm_peak_bytes"], kib * 1024)
+            plain = plain or got
+            self.assertTrue(models.same(got, plain), kib)
+            self.assertGreaterEqual((moved[-1] - moved[-2]) / 2, least, f"{kib} KiB: {moved}")
+            self.assertLessEqual((moved[-1] - moved[-2]) / 2, most, f"{kib} KiB: {moved}")
+
     def test_clipping_accumulating_and_zeroing(self):
         def clip(model, optimizer, step):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))

@@ -11,6 +11,7 @@ from terrace.torch.budget import DeviceBudget, FixedBudget, Standing
 from terrace.torch.round_needs import RoundNeeds
 
 GIB = 1 << 30
+USABLE = 100 * (1 - DeviceBudget.SPARE)  # GiB
 
 
 class Memory:
@@ -74,8 +75,8 @@ class Budgets(unittest.TestCase):
 
     def test_before_a_round_is_known_most_of_it_stays_free(self):
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 39 * GIB), (99 - 39) / 3, places=5)
-        self.assertAlmostEqual(self.limit(20 * GIB, 59 * GIB), 20, places=5)
+        self.assertAlmostEqual(self.limit(0, 39 * GIB), (USABLE - 39) / 3, places=5)
+        self.assertAlmostEqual(self.limit(20 * GIB, 59 * GIB), (USABLE - 39) / 3, places=5)
         self.assertEqual(self.memory.short, 0)
         self.limit(21 * GIB, 60 * GIB)
         self.assertEqual(self.memory.short, 1, "something has to leave")
@@ -84,7 +85,7 @@ class Budgets(unittest.TestCase):
         self.budget.begin_round()
         self.budget.note(18 * GIB)
         self.memory.set(40 * GIB)
-        self.assertAlmostEqual(self.budget.limit(self.at()) / GIB, 99 - 40 - 3 * 18, places=5)
+        self.assertAlmostEqual(self.budget.limit(self.at()) / GIB, USABLE - 40 - 3 * 18, places=5)
 
     def test_a_known_round_leaves_what_the_last_one_needed_from_its_first_save_on(self):
         self.budget.begin_round()
@@ -95,9 +96,9 @@ class Budgets(unittest.TestCase):
         self.limit(10 * GIB, 50 * GIB, place=2, in_backward=True)
         self.end(place=3)
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 40 * GIB, place=0), 99 - 54, places=5)
-        self.assertAlmostEqual(self.limit(30 * GIB, 80 * GIB, place=1), 99 - 54, places=5)
-        self.assertGreater(self.limit(30 * GIB, 70 * GIB, place=2, in_backward=True), 99 - 54)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB, place=0), USABLE - 54, places=5)
+        self.assertAlmostEqual(self.limit(30 * GIB, 80 * GIB, place=1), USABLE - 54, places=5)
+        self.assertGreater(self.limit(30 * GIB, 70 * GIB, place=2, in_backward=True), USABLE - 54)
 
     def learn_an_operator(self, reset):
         """A round in which an operator took 3 GiB. The peak was higher before."""
@@ -138,7 +139,7 @@ class Budgets(unittest.TestCase):
         self.limit(0, 40 * GIB, place=1, in_backward=True)
         self.end(place=2)
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 54 * GIB), 99 - 54, places=5, msg="14 of optimizer state")
+        self.assertAlmostEqual(self.limit(0, 54 * GIB), USABLE - 54, places=5, msg="14 of optimizer state")
 
     def test_a_peak_of_the_update_is_none_of_the_round(self):
         self.budget.begin_round()
@@ -148,31 +149,31 @@ class Budgets(unittest.TestCase):
         self.memory.set(95 * GIB)
         self.memory.set(40 * GIB)
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 40 * GIB), 99 - 40, places=5)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), USABLE - 40, places=5)
 
     def test_another_round_counts_with_the_operators_of_the_last(self):
         self.learn_an_operator(lambda turn: None)
         self.needs = None
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 50 * GIB), 99 - 53, places=5)
-        self.assertAlmostEqual(self.limit(9 * GIB, 50 * GIB, in_backward=True), 99 - 44, places=5)
+        self.assertAlmostEqual(self.limit(0, 50 * GIB), USABLE - 53, places=5)
+        self.assertAlmostEqual(self.limit(9 * GIB, 50 * GIB, in_backward=True), USABLE - 44, places=5)
 
     def test_optimizer_state_on_its_way_takes_room_until_it_has_left(self):
         self.learn_an_operator(lambda turn: None)
         self.budget.begin_round()
-        self.assertAlmostEqual(self.limit(0, 60 * GIB, states=20 * GIB), 99 - 43 - 20, places=5)
-        self.assertAlmostEqual(self.limit(0, 40 * GIB), 99 - 43, places=5)
+        self.assertAlmostEqual(self.limit(0, 60 * GIB, states=20 * GIB), USABLE - 43 - 20, places=5)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), USABLE - 43, places=5)
         self.assertLess(self.limit(0, 110 * GIB, states=70 * GIB), 0, "so much has to leave")
 
     def test_it_follows_the_lease_and_what_is_held_outside_of_pytorch(self):
         self.learn_an_operator(lambda turn: None)
         self.budget.begin_round()
         self.lease.nbytes = 60 * GIB
-        self.assertAlmostEqual(self.limit(0, 40 * GIB), 59.4 - 43, places=5)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 0.6 * USABLE - 43, places=5)
         self.lease.used = 44 * GIB  # 41 of them are PyTorch's
-        self.assertAlmostEqual(self.limit(0, 40 * GIB), 59.4 - 43 - 3, places=5)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 0.6 * USABLE - 43 - 3, places=5)
         self.lease.overflow, self.lease.used = 6 * GIB, 38 * GIB  # 35 of them are
-        self.assertAlmostEqual(self.limit(0, 40 * GIB), 59.4 - 43 - 3, places=5)
+        self.assertAlmostEqual(self.limit(0, 40 * GIB), 0.6 * USABLE - 43 - 3, places=5)
 
     def known_round(self, refusals, overflow, peak):
         self.budget.begin_round()
@@ -195,7 +196,7 @@ class Budgets(unittest.TestCase):
             (3, 0, 99 * GIB), (4, 2 * GIB, 99 * GIB),
             (4, 5 * GIB, 105 * GIB),  # that did not fit
             (9, 90 * GIB, 99 * GIB))]
-        self.assertEqual([round(f, 3) for f in free], [99, 98, 96, 96, 87])
+        self.assertEqual([round(USABLE - f, 3) for f in free], [0, 1, 3, 3, 12])
 
     def test_cached_memory_in_ddr_goes_back_and_not_in_every_step(self):
         self.assertFalse(self.budget.wants_cache_back())
@@ -217,7 +218,7 @@ class Budgets(unittest.TestCase):
     def test_what_a_round_needs_is_known_when_one_has_run(self):
         self.assertIsNone(self.budget.needed())
         self.learn_an_operator(lambda turn: None)
-        self.assertEqual(self.budget.needed(), int(43 * GIB * 1.01))
+        self.assertEqual(self.budget.needed(), int(43 * GIB * (1 + DeviceBudget.SPARE)))
 
     def test_roomy_is_less_than_nine_tenths(self):
         self.memory.set(89 * GIB)

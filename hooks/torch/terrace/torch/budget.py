@@ -32,6 +32,10 @@ class FixedBudget:
         """Bytes without which a round cannot go on, beside what is saved; None: not known."""
         return 0 if self._memory is None else None
 
+    def left_in(self, needs):
+        """What a round with these needs leaves for saved tensors; None: not known."""
+        return None
+
     def room(self, at):
         """Bytes for optimizer state, were all of it away; None: nothing is said of it."""
         return None
@@ -76,7 +80,7 @@ class DeviceBudget:
     """
 
     READ_EVERY = 64 << 20  # bytes saved or read: asking the allocator takes microseconds
-    SPARE = 0.01  # of the budget, for what PyTorch rounds up
+    SPARE = 0.005  # of the budget, for what PyTorch rounds up
     LEAST = 0.05  # of the budget: with less room for saved tensors, others make room
     AT_FIRST = 3  # of the room saved tensors take one part in so many, until a round has shown more
     LARGE = 3  # at first, so many tensors as large as the largest stay free
@@ -212,13 +216,20 @@ class DeviceBudget:
             return None
         return int((self._outside + max(self._others, self._last.most)) * (1 + self.SPARE))
 
+    def least(self, working):
+        """Room for saved tensors that are `working` at a time, below which others make more of it."""
+        return max(working, int(self._lease.limit() * self.LEAST))
+
+    def left_in(self, needs):
+        return min(self._most, self._usable() - needs.wanted(0, 0))
+
     def room(self, at):
         return max(0, max(0, self._left_as_it_is(at)) + at.states - at.held)
 
     def is_short(self, at, nbytes, working):
         # What is on its way out will be gone, and what is back early came as far as there was room.
         left = self._left_as_it_is(at) + at.states
-        wanted = max(working, int(self._lease.limit() * self.LEAST))
+        wanted = self.least(working)
         short = left - nbytes < (min(wanted, at.alive) if at.in_backward else wanted)
         if short:
             self._press()

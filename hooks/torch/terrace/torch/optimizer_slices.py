@@ -27,17 +27,18 @@ def may_slice(optimizer, args, kwargs):
 
 
 def bytes_of(optimizer, parameter, absent):
-    """Of the parameter's state, before its first update of what Adam would make; and of what is `absent` of itself and
-    of its gradient, by key."""
+    """That have to come for the parameter's update: of its state, itself and its gradient, as far as they are `absent`, by key;
+    before its first update of what Adam would make."""
     values, gradient = optimizer.state.get(parameter), gradient_of(parameter)
-    away = sum(absent[key].nbytes for key in (id(parameter), id(gradient)) if key in absent)
+    keys = [id(parameter), id(gradient)] + [id(v) for v in tensors_of(values)]
+    away = sum(absent[key].nbytes for key in keys if key in absent)
     if not values:
         return away + (2 * parameter.numel() * parameter.element_size() if gradient is not None else 0)
-    return away + sum(sizes(values))
+    return away
 
 
-def sizes(values):
-    return (whole_bytes(v) for v in values.values() if isinstance(v, torch.Tensor))
+def tensors_of(values):
+    return [v for v in values.values() if isinstance(v, torch.Tensor)] if isinstance(values, dict) else []
 
 
 def whole_bytes(tensor):

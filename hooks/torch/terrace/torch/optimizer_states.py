@@ -1,8 +1,8 @@
 """Optimizer state in DDR between updates.
 
 Around every step() of every optimizer: its large state tensors come back before, with gradients and weights that are
-away, and leave behind the update, while the next forward runs. A tensor that is away is empty; state_dict(), pickling
-and copying bring all of it back.
+away, and leave behind the update, while the next forward runs; as many as the last round of forward and backward had no
+room for, where one is known. A tensor that is away is empty; state_dict(), pickling and copying bring all of it back.
 """
 
 import functools
@@ -10,10 +10,13 @@ import weakref
 
 import torch
 
-from .library import FOR_GRADIENT, FOR_OPTIMIZER
-from .optimizer_slices import READS_GRADIENTS, Sliced, bytes_of, cut, may_slice
+from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS
+from .optimizer_slices import READS_GRADIENTS, Sliced, bytes_of, cut, may_slice, tensors_of, whole_bytes
 from .torch_versions import gradient_of, storage_of
 from .travellers import ALL
+
+RUNS = 8  # of an update that has room: what is done begins to leave while the rest is at work
+SMALLEST_RUN = 64 << 20  # bytes of state
 
 
 class OptimizerStates:
@@ -32,6 +35,10 @@ class OptimizerStates:
         self.make_room = lambda nbytes, keys: None  # so many bytes more, beside the tensors with these keys
         self.update_room = lambda: None  # bytes of HBM for state while an update runs; None: as many as it takes
         self.seen = weakref.WeakSet()  # optimizers
+        self._to_leave = ALL  # bytes of state, behind this update
+        self._left = 0  # of these
+        self._others_moved = 0  # bytes of gradients and weights that have left and come back: state is to leave before them
+        self._stayed = 0  # bytes of state that could have left behind the last update
         self._captured = weakref.WeakSet()
         self._originals = {}
         self._wrapped = []  # (class, its own step)
@@ -79,13 +86,15 @@ class OptimizerStates:
                 self._captured.add(optimizer)  # all was whole when the capture began, and stays where it is
                 return original(optimizer, *args, **kwargs)
             self.before_step()
+            movable = self._plan(optimizer)
             try:
-                runs = self._runs(optimizer, args, kwargs)
+                runs, wanted = self._runs(optimizer, args, kwargs)
                 if runs:
-                    return self._step_in_runs(optimizer, original, runs)
+                    return self._step_in_runs(optimizer, original, runs, wanted)
                 return self._step_whole(optimizer, original, args, kwargs)
             finally:
                 self._send(optimizer, None)
+                self._stayed = max(0, movable - self._left)
                 self.on_step()
 
         step._terrace = True
@@ -117,17 +126,44 @@ class OptimizerStates:
             for ledger in held:
                 ledger.states.holding -= 1
 
+    def _plan(self, optimizer):
+        """How much is to leave behind this update: what the last round had no room for. Gives the bytes that may leave,
+        0 where all of them do."""
+        self._left, self._to_leave = 0, ALL
+        ledgers = self._open()
+        if not self.tier_is_ddr or len(ledgers) != 1 or len(self.seen) != 1 or ledgers[0].lease.asked:
+            return 0
+        states = ledgers[0].states
+        self._others_moved = (states.moved[FOR_GRADIENT] + states.moved[FOR_WEIGHTS]) // 2
+        spare = ledgers[0].spare_in_round()
+        movable = sum(self._movable_bytes(optimizer, p) for p in optimizer.state)
+        if spare is None or movable == 0:
+            return 0
+        self._to_leave = movable - max(0, self._stayed + spare - self._others_moved)
+        return movable
+
+    def _movable_bytes(self, optimizer, parameter):
+        return sum(whole_bytes(v) for v in tensors_of(optimizer.state.get(parameter))
+                   if hasattr(v, "_terrace_bytes") or self._may_move(v, parameter))
+
     def _runs(self, optimizer, args, kwargs):
-        """Parameters in runs: two runs at a time have room, one at work and one on its way."""
+        """Parameters in runs, and how many bytes of those that leave are waited for after each. Where room is short, two runs at
+        a time have some, one at work and one on its way."""
         if not self.tier_is_ddr or optimizer in self._captured or not may_slice(optimizer, args, kwargs):
-            return []
+            return [], 0
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         absent = self._absent()
         sizes = [bytes_of(optimizer, p, absent) for p in parameters]
         room = self.update_room()
-        if room is None or sum(sizes) <= room:
-            return []
-        return [[parameters[i] for i in run] for run in cut(sizes, room // 2)]
+        if room is None:
+            return [], 0
+        part, wanted = room // 2, ALL
+        if sum(sizes) <= room:
+            sizes = [self._movable_bytes(optimizer, p) for p in parameters]
+            part, wanted = max(SMALLEST_RUN, sum(sizes) // RUNS), 0
+            if self._to_leave <= 0 or sum(sizes) <= part:
+                return [], 0
+        return [[parameters[i] for i in run] for run in cut(sizes, part)], wanted
 
     def _absent(self):
         """What is away, on all devices, by key."""
@@ -150,17 +186,17 @@ class OptimizerStates:
         for key in keys:
             ledger.states.written(key)
 
-    def _step_in_runs(self, optimizer, original, runs):
+    def _step_in_runs(self, optimizer, original, runs, wanted):
         reads_gradients = type(optimizer) in READS_GRADIENTS and getattr(optimizer, "grad_scale", None) is None
         for turn, run in enumerate(runs):
-            wanted = self._tensors(optimizer, run)
-            away = [one for key, one in self._absent().items() if key in wanted and one.purpose != FOR_OPTIMIZER]
+            keys = self._tensors(optimizer, run)
             absent = self._absent()
-            self.make_room(sum(bytes_of(optimizer, p, absent) for p in run), wanted)
-            written = {id(p) for p in run} if reads_gradients else wanted
+            away = [one for key, one in absent.items() if key in keys and one.purpose != FOR_OPTIMIZER]
+            self.make_room(sum(bytes_of(optimizer, p, absent) for p in run), keys)
+            written = {id(p) for p in run} if reads_gradients else keys
             for ledger in self._open():
                 with ledger.lock:
-                    ledger.states.bring(wanted, keep=True)
+                    ledger.states.bring(keys, keep=True)
                     self._written(ledger, written)
             with Sliced(optimizer, run):
                 original(optimizer)
@@ -174,7 +210,7 @@ class OptimizerStates:
                             ledger.states.send(tensor, one.tensor, one.purpose, keeps=True)
                     if turn + 1 < len(runs):
                         ledger.states.start(self._tensors(optimizer, runs[turn + 1]))
-                    ledger.states.release(ALL)
+                    ledger.states.release(wanted)
 
     def _send(self, optimizer, parameters):
         """State of these parameters begins to leave; of all whose state is here, where none are named."""
@@ -186,7 +222,7 @@ class OptimizerStates:
             if not isinstance(values, dict) or (chosen is not None and id(parameter) not in chosen):
                 continue
             for value in values.values():
-                if self._may_move(value, parameter) and id(value) not in travelling:
+                if self._left < self._to_leave and self._may_move(value, parameter) and id(value) not in travelling:
                     self._send_one(value)
 
     def _may_move(self, value, parameter):
@@ -200,4 +236,5 @@ class OptimizerStates:
         if ledger is None:
             return
         with ledger.lock:
-            ledger.states.send(tensor, weakref.ref(tensor))
+            if ledger.states.send(tensor, weakref.ref(tensor)):
+                self._left += tensor.numel() * tensor.element_size()

@@ -102,6 +102,15 @@ class Ledger:
             working = min(2 * RECENT * self._largest, max(self._saved, self._most_saved))
         return self.budget.is_short(self.standing(), nbytes, working)
 
+    def spare_in_round(self):
+        """Bytes that a round like the last would leave free, were nothing of it to leave, and no gradient nor weight; below
+        zero, those that would have to. None: no round is known."""
+        last = self.schedule.known[0] if self.schedule.known else None
+        left = self.budget.left_in(last.needs) if last is not None and last.needs is not None else None
+        if left is None:
+            return None
+        return left - max(last.bytes, self.budget.least(last.most_at_work(2 * RECENT))) - self.reserve
+
     def room(self):
         """Bytes for optimizer state in an update, were all of it away; None: nothing is said of it."""
         return self.budget.room(self.standing())
