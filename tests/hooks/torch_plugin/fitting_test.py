@@ -156,7 +156,7 @@ class Fits(unittest.TestCase):
                 seen = train(budget, resets=resets)
                 for refused, overflow, moved, most in seen[5:]:
                     where = f"{share}%, {resets}: {seen}"
-                    self.assertLessEqual(overflow, budget // 100, where)
+                    self.assertLessEqual(overflow, budget // 50, where)
                     self.assertLessEqual(refused, 10, where)
                     self.assertLessEqual(most + CONTEXT, budget, where)
                     self.assertGreaterEqual(most + CONTEXT, 0.9 * budget, where)

@@ -88,7 +88,8 @@ class DeviceBudget:
     # Shares of the budget that stay free on top, learned from rounds that were known and did not fit all the same.
     MORE_SLACK = 0.01  # at a time
     MOST_SLACK = 0.12  # where memory lay in DDR
-    MOST_SLACK_FOR_REFUSALS = 0.05  # where PyTorch had to give back what it caches, and went on
+    MOST_SLACK_FOR_REFUSALS = 0.02  # where PyTorch had to give back what it caches, and went on,
+    FEW_REFUSALS = 2  # more often than this in two rounds running: fewer cost less than the bytes that would have to move
 
     def __init__(self, memory, lease, most=1 << 62, read_every=READ_EVERY):
         self._most = most
@@ -109,6 +110,7 @@ class DeviceBudget:
         self._is_short = self._wants_cache_back = False
         self._refusals = self._overflow = 0  # when this round began
         self._round_overflow = self._round_peak = 0
+        self._refused_often = False  # in the last known round
         self._steps_over = 0
         self.overflow_peak = 0
         self.overflow_rounds = 0
@@ -268,8 +270,9 @@ class DeviceBudget:
         limit = self._lease.limit()
         beyond = self._round_peak + self._outside - limit
         fragments = self._round_overflow - max(0, beyond)
-        refused = beyond <= 0 and self._lease.refusals > self._refusals
-        most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if refused else 0
+        often = beyond <= 0 and self._lease.refusals - self._refusals > self.FEW_REFUSALS
+        again, self._refused_often = often and self._refused_often, often
+        most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if again else 0
         more = min(self._slack + max(fragments, int(limit * self.MORE_SLACK)), int(limit * most))
         if more > self._slack:
             self._slack, self._steps_over = more, 0
