@@ -204,7 +204,7 @@ class Budgets(unittest.TestCase):
         for _ in range(5):
             self.budget.begin_round()
             slack.append(round(USABLE - self.limit(5 * GIB, 45 * GIB) - self.needs.wanted(0, 0) / GIB, 3))
-            self.lease.refusals += 3
+            self.lease.refusals += 5
             self.end(place=2)
         self.assertEqual(slack, [0, 0, 1, 2, 2])
 

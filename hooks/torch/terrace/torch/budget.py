@@ -88,8 +88,8 @@ class DeviceBudget:
     # Shares of the budget that stay free on top, learned from rounds that were known and did not fit all the same.
     MORE_SLACK = 0.01  # at a time
     MOST_SLACK = 0.12  # where memory lay in DDR
-    MOST_SLACK_FOR_REFUSALS = 0.02  # where PyTorch had to give back what it caches, and went on,
-    FEW_REFUSALS = 2  # more often than this in two rounds running: fewer cost less than the bytes that would have to move
+    MOST_SLACK_FOR_REFUSALS = 0.05  # where PyTorch had to give back what it caches, and went on, in two rounds running
+    FEW_REFUSALS = 2  # in a round cost less than MORE_SLACK, of bytes that move in each
 
     def __init__(self, memory, lease, most=1 << 62, read_every=READ_EVERY):
         self._most = most
@@ -270,7 +270,8 @@ class DeviceBudget:
         limit = self._lease.limit()
         beyond = self._round_peak + self._outside - limit
         fragments = self._round_overflow - max(0, beyond)
-        often = beyond <= 0 and self._lease.refusals - self._refusals > self.FEW_REFUSALS
+        few = self.FEW_REFUSALS * (1 + self._slack / (limit * self.MORE_SLACK))
+        often = beyond <= 0 and self._lease.refusals - self._refusals > few
         again, self._refused_often = often and self._refused_often, often
         most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if again else 0
         more = min(self._slack + max(fragments, int(limit * self.MORE_SLACK)), int(limit * most))
