@@ -146,6 +146,24 @@ class Gradients(unittest.TestCase):
             self.assertGreaterEqual((moved[-1] - moved[-2]) / 2, least, f"{kib} KiB: {moved}")
             self.assertLessEqual((moved[-1] - moved[-2]) / 2, most, f"{kib} KiB: {moved}")
 
+    def test_what_a_round_needs_beside_what_is_saved_is_learned(self):
+        """Weights, gradients as they come, and no saved tensor, whether it stayed or left and came back."""
+        for kib in (8192, 640):
+            with budget(kib * 1024, smallest=4096) as plugin:
+                model = layers()
+                for _ in range(3):
+                    model(BATCH).pow(2).mean().backward()
+                    ledger(plugin).settle()
+                    model.zero_grad(set_to_none=True)
+                needs = ledger(plugin).schedule.known[0].needs
+                self.assertEqual((ledger(plugin).standing().alive, ledger(plugin).held), (0, 0))
+                self.assertEqual(plugin.figures()["restored_bytes"] > 0, kib == 640)
+            if kib == 8192:
+                self.assertEqual(needs.others(0), WEIGHTS)
+                self.assertEqual(needs.most, 2 * WEIGHTS)
+            else:
+                self.assertLess(needs.most, 640 * 1024)
+
     def test_clipping_accumulating_and_zeroing(self):
         def clip(model, optimizer, step):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
