@@ -126,7 +126,9 @@ terrace_result terrace_stash_read_budgets(terrace_stash* stash, terrace_stash_bu
   all.ddr = resolved.ddr.count();
   all.activations =
       policy.checkpoint.budget.form == Amount::Form::kAuto ? TERRACE_UNLIMITED : resolved.checkpoint.count();
-  all.optimizer_in_ddr = policy.optimizer.tier == StateTier::kDdr ? 1 : 0;
+  all.optimizer_tier = policy.optimizer.tier == StateTier::kHbm   ? TERRACE_OPTIMIZER_IN_HBM
+                       : policy.optimizer.tier == StateTier::kDdr ? TERRACE_OPTIMIZER_IN_DDR
+                                                                  : TERRACE_OPTIMIZER_WHERE_ROOM_IS;
   all.off = policy.swapcore.mode == SwapMode::kOff ? 1 : 0;
   return give_struct(all, budgets) ? TERRACE_OK
                                    : bad_argument("budgets is null, or its struct_size is wrong");

@@ -41,13 +41,18 @@ typedef struct terrace_stash_options {
 
 #define TERRACE_UNLIMITED UINT64_MAX
 
+/* Where optimizer state is between updates. */
+#define TERRACE_OPTIMIZER_IN_HBM 0
+#define TERRACE_OPTIMIZER_IN_DDR 1
+#define TERRACE_OPTIMIZER_WHERE_ROOM_IS 2 /* the policy does not say */
+
 typedef struct terrace_stash_budgets {
   size_t struct_size;
   uint64_t hbm;         /* the most that the process may hold on the device; see terrace_stash_read_lease */
   uint64_t ddr;         /* the most that the stash may pin */
   uint64_t activations; /* of HBM, for what backward will read; TERRACE_UNLIMITED: what the rest leaves */
-  int32_t optimizer_in_ddr; /* nonzero: the policy wants optimizer state there between updates */
-  int32_t off;              /* nonzero: the policy wants nothing to move */
+  int32_t optimizer_tier; /* as the policy says: one of TERRACE_OPTIMIZER_... */
+  int32_t off;          /* nonzero: the policy wants nothing to move */
 } terrace_stash_budgets;
 
 typedef struct terrace_stash_lease {

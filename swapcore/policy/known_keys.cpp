@@ -28,7 +28,7 @@ constexpr KnownKey kKnownKeys[] = {
     {"experts", "resident", "\"100%\""},
     {"experts", "prefetch", "1"},
     {"experts", "load", "\"auto\""},
-    {"optimizer", "tier", "\"hbm\""},
+    {"optimizer", "tier", "\"auto\""},
     {"optimizer", "gradients", "\"hbm\""},
     {"hook", "report", "\"physical\""},
     {"hook", "spill", "\"auto\""},

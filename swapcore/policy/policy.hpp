@@ -41,7 +41,8 @@ enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
 [[nodiscard]] const char* name_of(RuleAction action);  // "auto", "hbm", "ddr", "discard"
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
 enum class SpillFormat : std::uint8_t { kExact, kFp8 };
-enum class StateTier : std::uint8_t { kHbm, kDdr };
+// kAuto: HBM in the trainer; in a PyTorch program DDR from when HBM is short on, and as far as it is.
+enum class StateTier : std::uint8_t { kHbm, kDdr, kAuto };
 enum class MemoryReport : std::uint8_t { kPhysical, kExtended };
 enum class SpillWord : std::uint8_t { kAuto, kAlways, kOff };
 enum class NumaMode : std::uint8_t { kNearest, kInterleave, kNodes };
@@ -107,7 +108,7 @@ struct Policy {
     ExpertLoad load = ExpertLoad::kAuto;    // by whose word they are fetched
   } experts;
   struct Optimizer {
-    StateTier tier = StateTier::kHbm;
+    StateTier tier = StateTier::kAuto;
     StateTier gradients = StateTier::kHbm;  // of trained experts
   } optimizer;
   struct Hook {

@@ -30,6 +30,8 @@ constexpr Word<Verify> kVerifies[] = {
 constexpr Word<Contingency> kContingencies[] = {
     {"offload", Contingency::kOffload}, {"recompute", Contingency::kRecompute}, {"fail", Contingency::kFail}};
 
+constexpr Word<StateTier> kOptimizerTiers[] = {
+    {"auto", StateTier::kAuto}, {"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
 constexpr Word<StateTier> kStateTiers[] = {{"hbm", StateTier::kHbm}, {"ddr", StateTier::kDdr}};
 constexpr Word<MemoryReport> kMemoryReports[] = {{"physical", MemoryReport::kPhysical},
                                                  {"extended", MemoryReport::kExtended}};
@@ -249,7 +251,7 @@ class PolicyParser {
 
   void read_optimizer(const SectionReader& reader) {
     auto& optimizer = policy_.optimizer;
-    optimizer.tier = reader.word<StateTier>("tier", optimizer.tier, kStateTiers).value;
+    optimizer.tier = reader.word<StateTier>("tier", optimizer.tier, kOptimizerTiers).value;
     const auto gradients = reader.word<StateTier>("gradients", optimizer.gradients, kStateTiers);
     optimizer.gradients = gradients.value;
     if (gradients.value == StateTier::kDdr && optimizer.tier != StateTier::kDdr) {

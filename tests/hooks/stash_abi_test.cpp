@@ -88,7 +88,7 @@ TEST_F(StashAbi, BudgetsAreThePolicys) {
   ASSERT_EQ(terrace_stash_read_budgets(stash_, &budgets), TERRACE_OK);
   EXPECT_EQ(budgets.ddr, 64U << 20);
   EXPECT_EQ(budgets.activations, TERRACE_UNLIMITED);
-  EXPECT_EQ(budgets.optimizer_in_ddr, 0);
+  EXPECT_EQ(budgets.optimizer_tier, TERRACE_OPTIMIZER_WHERE_ROOM_IS) << "the policy does not say";
   EXPECT_EQ(budgets.off, 0);
   EXPECT_EQ(terrace_stash_abi(), TERRACE_STASH_ABI);
 }

@@ -140,7 +140,7 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
       .seed = seed,
       .compute = config_.train.compute,
       .frozen = config_.lora.base == LoraBase::kInt8 ? FrozenForm::kBlocks : FrozenForm::kCompute,
-      .state = policy.optimizer.tier,
+      .state = policy.optimizer.tier == StateTier::kDdr ? StateTier::kDdr : StateTier::kHbm,
       .gradients = policy.optimizer.gradients};
   const std::vector<StateTier> tiers = expert_tiers(policy, how);
   const double cold = cold_share(session, tiers, how);
