@@ -134,7 +134,7 @@ class Gradients(unittest.TestCase):
 
     def test_states_leave_as_far_as_a_round_has_no_room_for_them(self):
         plain = None
-        for kib, least, most in ((8192, 0, 0), (2300, 1, 12 * LAYER), (1280, 14 * LAYER, 18 * LAYER)):
+        for kib, least, most in ((8192, 0, 0), (2300, 1, 15 * LAYER), (1280, 14 * LAYER, 18 * LAYER)):
             moved = []
             with budget(kib * 1024, smallest=4096) as plugin:
                 model = layers()

@@ -208,14 +208,32 @@ class Budgets(unittest.TestCase):
             self.end(place=2)
         self.assertEqual(slack, [0, 0, 1, 2, 2])
 
-    def test_cached_memory_in_ddr_goes_back_and_not_in_every_step(self):
+    def asked_for_cache(self, looks, after):
+        """At which looks. `after`: what lies in DDR once the cache went back."""
+        asked = []
+        for look in range(looks):
+            self.limit(0, 10 * GIB)
+            if self.budget.wants_cache_back():
+                asked.append(look)
+                self.lease.overflow = after
+                self.budget.cache_went_back()
+                self.lease.overflow = 2 * GIB
+        return asked
+
+    def test_cache_in_ddr_goes_back_as_long_as_that_helps(self):
+        self.budget.begin_round()
+        self.assertEqual(self.asked_for_cache(4, 0), [], "nothing lies there")
+        self.lease.overflow = 8 * GIB
+        self.assertEqual(self.asked_for_cache(4, 0), [], "and hardly anything is cached")
+        self.lease.overflow = 2 * GIB
+        self.assertEqual(self.asked_for_cache(4, 0), [0, 1, 2, 3])
+        self.assertEqual(self.asked_for_cache(20, 2 * GIB), [0, 3, 8, 17], "in use")
+        self.budget.end_step()
         self.assertFalse(self.budget.wants_cache_back())
-        self.lease.overflow = GIB
-        asked = [self.budget.wants_cache_back() for _ in range(16)]
-        self.assertEqual([step for step, yes in enumerate(asked, 1) if yes], [1, 2, 4, 8, 16])
         self.lease.overflow = 0
-        self.assertFalse(self.budget.wants_cache_back())
+        self.budget.end_step()
         self.lease.overflow = GIB
+        self.budget.end_step()
         self.assertTrue(self.budget.wants_cache_back())
 
     def test_refusals_are_the_first_sign_of_pressure(self):

@@ -105,22 +105,37 @@ class Cuda(unittest.TestCase):
             self.assertEqual(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
 
     def test_a_model_larger_than_its_budget(self):
+        peaks = {}  # MiB, by part of a step
+
+        def ended(part, step):
+            torch.cuda.synchronize()
+            peaks[f"{part} {step}"] = torch.cuda.max_memory_allocated() / MIB
+            torch.cuda.reset_peak_memory_stats()
+
         def run():
+            peaks.clear()
+            torch.cuda.reset_peak_memory_stats()
             torch.manual_seed(0)
             model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(24)))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             data = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(1)).cuda()
             losses = []
-            for _ in range(4):
+            ended("building", 0)
+            for step in range(4):
                 loss = model(data).pow(2).mean()
+                ended("forward", step)
                 loss.backward()
+                ended("backward", step)
                 optimizer.step()
+                ended("update", step)
                 optimizer.zero_grad(set_to_none=True)
-                losses.append(float(loss).hex())
+                losses.append(loss.item().hex())
             return losses
 
         plain = run()
         torch.cuda.empty_cache()
+        # What libraries keep from then on: workspaces of each thread.
+        before = torch.cuda.memory_allocated() / MIB
         # 24 * 16 MiB of weights, four times that in all: two thirds, and less than weights and gradients alone.
         for megabytes in (1024, 640):
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as policy:
@@ -129,13 +144,13 @@ class Cuda(unittest.TestCase):
                 policy.flush()
                 os.environ["TERRACE_POLICY"] = policy.name
                 self.addCleanup(os.environ.pop, "TERRACE_POLICY", None)
-                torch.cuda.reset_peak_memory_stats()
                 with models.plugin("cuda", ddr_budget=0) as plugin:
                     self.assertEqual(run(), plain, f"{megabytes} MiB")
                     figures = plugin.figures()
                 self.assertGreater(figures["state_bytes"] + figures["gradient_bytes"], 0)
                 self.assertEqual(figures["failures"], {})
-                self.assertLessEqual(torch.cuda.max_memory_allocated(), megabytes * MIB)
+                beyond = {part: peak for part, peak in peaks.items() if peak > megabytes}
+                self.assertEqual(beyond, {}, f"{megabytes} MiB, {before} of them held from the start: {peaks}")
 
     def test_a_graph_is_captured_and_replayed(self):
         with models.plugin("cuda", saved_budget=0) as plugin:

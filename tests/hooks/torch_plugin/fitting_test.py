@@ -65,6 +65,7 @@ class Job:
             self.budget.note(tensor.size * MIB)
         self.saved[number][2] += 1
         self._leave(self.limit())
+        self._relieve()
         self.budget.settled(self.held * MIB)
         return number, tensor.size
 
@@ -99,6 +100,7 @@ class Job:
                 self._leave(max(0, self.limit() - size))
                 self._bring(number)
             self._leave(self.limit())
+            self._relieve()
             for upcoming in self.schedule.order():
                 entry = self.saved.get(upcoming)
                 if entry is not None and entry[0] is None and not self.schedule.was_used(upcoming):
@@ -123,9 +125,13 @@ class Job:
             self.recent = []
 
     def end_step(self):
+        self.budget.end_step()
+        self._relieve()
+
+    def _relieve(self):
         if self.budget.wants_cache_back():
             self.allocator.empty_cache()
-        self.lease.refresh()
+            self.budget.cache_went_back()
 
 
 def train(budget, steps=8, layers=8, resets=0.0, seed=1):

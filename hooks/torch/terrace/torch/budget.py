@@ -60,8 +60,11 @@ class FixedBudget:
         return None
 
     def wants_cache_back(self):
-        """Between two steps: whether memory that PyTorch keeps and does not use is to go back to the driver."""
+        """Whether memory that PyTorch keeps and does not use is to go back to the driver; then cache_went_back()."""
         return False
+
+    def end_step(self):
+        pass
 
     def is_roomy(self):
         """Whether hooks may be away until somebody asks again: nobody would notice that less room is left."""
@@ -88,6 +91,7 @@ class DeviceBudget:
     # Shares of the budget that stay free on top, learned from rounds that were known and did not fit all the same.
     MORE_SLACK = 0.01  # at a time
     MOST_SLACK = 0.12  # where memory lay in DDR
+    MOST_SKIPPED = 1024  # looks
     MOST_SLACK_FOR_REFUSALS = 0.05  # where PyTorch had to give back what it caches, and went on, in two rounds running
     FEW_REFUSALS = 2  # in a round cost less than MORE_SLACK, of bytes that move in each
 
@@ -111,7 +115,7 @@ class DeviceBudget:
         self._refusals = self._overflow = 0  # when this round began
         self._round_overflow = self._round_peak = 0
         self._refused_often = False  # in the last known round
-        self._steps_over = 0
+        self._in_vain = self._looks_to_skip = 0  # of asking for PyTorch's cache
         self.overflow_peak = 0
         self.overflow_rounds = 0
 
@@ -147,6 +151,7 @@ class DeviceBudget:
         """A reading that is one of the round's."""
         self._since = 0
         now = self._read(at)
+        self._look_at_cache(now)
         if self._needs is None:
             return
         self._end_stretch(now, at)
@@ -226,7 +231,7 @@ class DeviceBudget:
         return min(self._most, self._usable() - needs.wanted(0, 0))
 
     def room(self, at):
-        return max(0, max(0, self._left_as_it_is(at)) + at.states - at.held)
+        return max(0, self._left_as_it_is(at) + at.states - at.held)
 
     def is_short(self, at, nbytes, working):
         # What is on its way out will be gone, and what is back early came as far as there was room.
@@ -275,19 +280,35 @@ class DeviceBudget:
         again, self._refused_often = often and self._refused_often, often
         most = self.MOST_SLACK if fragments > 0 else self.MOST_SLACK_FOR_REFUSALS if again else 0
         more = min(self._slack + max(fragments, int(limit * self.MORE_SLACK)), int(limit * most))
-        if more > self._slack:
-            self._slack, self._steps_over = more, 0
+        self._slack = max(self._slack, more)
+
+    # ------------------------------------------------------------ what PyTorch caches
+
+    def _look_at_cache(self, now):
+        """What lies in DDR and is cached would serve again, and a product whose operands lie there takes a hundred times as
+        long: it goes back as soon as it is free. Where that gave nothing, one look after it is skipped, then 2, 4, 8 ..."""
+        overflow = self._lease.overflow
+        if overflow == 0:
+            self._in_vain = self._looks_to_skip = 0
+        elif now.reserved - now.allocated >= overflow // 4:
+            if self._looks_to_skip == 0:
+                self._wants_cache_back = True
+            else:
+                self._looks_to_skip -= 1
+
+    def end_step(self):
+        self._lease.refresh()
+        self._look_at_cache(self._memory.read())
 
     def wants_cache_back(self):
-        """What lies in DDR and is cached would serve again and again. Where it is there step after step, it is asked for in
-        the 1st, 2nd, 4th, 8th ... of them: a job that needs it does not pay for it in each."""
-        self._lease.refresh()
         wants, self._wants_cache_back = self._wants_cache_back, False
-        if self._lease.overflow == 0:
-            self._steps_over = 0
-            return wants
-        self._steps_over += 1
-        return wants or self._steps_over & (self._steps_over - 1) == 0
+        return wants
+
+    def cache_went_back(self):
+        before = self._lease.overflow
+        self._lease.refresh()
+        self._in_vain = self._in_vain + 1 if self._lease.overflow > before - before // 8 else 0
+        self._looks_to_skip = min(self.MOST_SKIPPED, 1 << self._in_vain) if self._in_vain else 0
 
     def is_roomy(self):
         return self._memory.read().peak + self._outside < self._lease.limit() * 0.9

@@ -245,7 +245,7 @@ class Plugin:
             return
         for ledger in self._ledgers.values():
             ledger.settle()
-            ledger.relieve()
+            ledger.end_step()
             ledger.stash.note_step(seconds, ledger.held_peak)
         self.weights.next_step()
         self._rest_or_wake()

@@ -97,9 +97,9 @@ class Ledger:
 
     def is_short(self, nbytes=0):
         """With so many bytes more, saved tensors would have hardly any room left beside everything else."""
-        working = self.schedule.most_at_work(2 * RECENT)
+        working = self.schedule.most_at_work(RECENT)
         if working is None:
-            working = min(2 * RECENT * self._largest, max(self._saved, self._most_saved))
+            working = min(RECENT * self._largest, max(self._saved, self._most_saved))
         return self.budget.is_short(self.standing(), nbytes, working)
 
     def spare_in_round(self):
@@ -109,7 +109,7 @@ class Ledger:
         left = self.budget.left_in(last.needs) if last is not None and last.needs is not None else None
         if left is None:
             return None
-        return left - max(last.bytes, self.budget.least(last.most_at_work(2 * RECENT))) - self.reserve
+        return left - max(last.bytes, self.budget.least(last.most_at_work(RECENT))) - self.reserve
 
     def room(self):
         """Bytes for optimizer state in an update, were all of it away; None: nothing is said of it."""
@@ -214,11 +214,16 @@ class Ledger:
                 self._leave_until(limit)
                 self._give_way()
 
-    def relieve(self):
-        """Between two steps: memory that PyTorch keeps in DDR, or in pieces, and does not use goes back."""
+    def end_step(self):
         with self.lock:
-            if self.between_rounds and not self.is_capturing() and self.budget.wants_cache_back():
-                self._streams.give_back()
+            self.budget.end_step()
+            self._relieve()
+
+    def _relieve(self):
+        """Memory that PyTorch keeps in DDR, or in pieces, and does not use goes back."""
+        if self.budget.wants_cache_back() and not self.is_capturing():
+            self._streams.give_back()
+            self.budget.cache_went_back()
 
     def _give_way(self):
         """The daemon asks this process to hold less, and what may leave has left."""
@@ -280,6 +285,7 @@ class Ledger:
             self._give_way()
         if self.held > self.held_peak:
             self.held_peak = max(self.held_peak, self._idle())
+        self._relieve()
         self.budget.settled(self.held)
 
     def make_way(self, nbytes):
@@ -410,6 +416,7 @@ class Ledger:
         limit = self.limit()
         if self.held > limit:
             self._leave_until(limit)  # gradients have come faster than what was saved went
+        self._relieve()
         if self.lease.asked:
             self._give_way()
         self._prefetch(stream)
