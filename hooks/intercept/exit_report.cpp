@@ -30,6 +30,11 @@ std::string exit_report(const ExitFigures& figures) {
            " of the run): " + seconds(figures.for_restores) + " for blocks to come back, " +
            seconds(figures.at_gates) + " at moving ones, " + seconds(figures.for_room) + " for room; " +
            std::to_string(figures.uses_in_ddr) + " uses over the link\n";
+  lines += begin + "blocks were on their way for " + seconds(figures.moving) + ", both ways for " +
+           seconds(figures.both_ways) + "; " + seconds(figures.remapping) + " to remap them, " +
+           seconds(figures.finding) + " to find memory (" + format_bytes(figures.ddr_made) +
+           " of DDR made); " + std::to_string(figures.ahead) + " ordered ahead, " +
+           std::to_string(figures.late) + " asked for, " + std::to_string(figures.shown) + " shown in DDR\n";
   lines +=
       begin + (figures.step > 0 ? "a step of " + std::to_string(figures.step) + " uses was learned"
                                 : std::string("no repeating step was learned: the least recent left first"));

@@ -142,7 +142,11 @@ Result<HostBacking> BackingStore::new_host(Bytes size) {
   const Result<HostHandlePool::Handle> handle = host_->take(size);
   if (!handle.ok()) return handle.error();
   const Result<Address> alias = map_alias(handle->physical, size);
-  if (alias.ok()) return HostBacking{*handle, *alias};
+  if (alias.ok()) {
+    const std::lock_guard lock(mutex_);
+    host_made_ += size;
+    return HostBacking{*handle, *alias};
+  }
   TERRACE_CHECK(host_->give_back(*handle).ok(), "a handle is given back once");
   return alias.error();
 }
@@ -205,6 +209,11 @@ Bytes BackingStore::hbm_held() const {
 Bytes BackingStore::hbm_kept() const {
   const std::lock_guard lock(mutex_);
   return kept_bytes_;
+}
+
+Bytes BackingStore::host_made() const {
+  const std::lock_guard lock(mutex_);
+  return host_made_;
 }
 
 Bytes BackingStore::hbm_peak() const {

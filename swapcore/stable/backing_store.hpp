@@ -44,6 +44,7 @@ class BackingStore {
   [[nodiscard]] Bytes hbm_held() const;
   [[nodiscard]] Bytes hbm_kept() const;  // of that, for other blocks
   [[nodiscard]] Bytes hbm_peak() const;
+  [[nodiscard]] Bytes host_made() const;  // handles of it so far, also those that are gone
 
  private:
   BackingStore(Device& device, Bytes hbm_budget) : device_(device), hbm_budget_(hbm_budget) {}
@@ -58,7 +59,7 @@ class BackingStore {
   Device& device_;
   std::unique_ptr<HostHandlePool> host_;
   mutable std::mutex mutex_;  // all below
-  Bytes hbm_budget_, hbm_held_, hbm_peak_;
+  Bytes hbm_budget_, hbm_held_, hbm_peak_, host_made_;
   std::map<Bytes, std::vector<HbmHandle>> kept_;
   Bytes kept_bytes_;
   std::map<Bytes, std::vector<HostBacking>> kept_host_;

@@ -36,6 +36,8 @@ struct StableBlock {
   std::atomic<std::uint32_t> number{0};  // never another block's
 
   std::atomic<bool> has_room{false};  // on the way to HBM, which has been taken
+  // Something is mapped at its address. Changed while nobody is inside; false only in DDR.
+  std::atomic<bool> reachable{true};
 
   // The space's, under its lock. What backs a block that moves is the mover's alone.
   Address at = nullptr;

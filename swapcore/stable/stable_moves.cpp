@@ -1,47 +1,91 @@
-// The space's mover: one thread, two batches of moves at a time. While one batch crosses the link, the gates
-// of the next are shut and its copies queued behind it; then the first is remapped and opened. So the link
-// does not pause for remapping, which costs as much as copying where host memory is mapped.
+// The space's mover: one thread, and for each direction moves that are under way: while one crosses the link
+// the next is queued behind it, so that the link does not pause for remapping. The directions do not wait for
+// each other, but where one makes room for the other.
 #include <algorithm>
 #include <utility>
 
 #include <pthread.h>
 
+#include "runtime/clock.hpp"
 #include "runtime/thread_signals.hpp"
 #include "swapcore/stable/stable_space.hpp"
 
 namespace terrace {
 
 namespace {
-constexpr int kTries = 4;  // of what must not fail
-}
+constexpr int kTries = 4;                             // of what must not fail
+constexpr std::size_t kAbreast = 2;                   // moves of a direction, however large
+constexpr std::chrono::microseconds kLookEvery{100};  // whether a move is over
+
+// Adds to a figure what passes.
+class Spent {
+ public:
+  explicit Spent(double& seconds) : seconds_(seconds) {}
+  ~Spent() { seconds_ += seconds_of(steady_clock().now() - from_); }
+  Spent(const Spent&) = delete;
+  Spent& operator=(const Spent&) = delete;
+
+ private:
+  double& seconds_;
+  const Nanoseconds from_ = steady_clock().now();
+};
+}  // namespace
 
 void StableSpace::serve(const std::stop_token& stop) {
   pthread_setname_np(pthread_self(), "terrace-mover");
   leave_signals_to_others();
   (void)device_.bind_thread();
-  Batch current;
+  Flights flights;
   for (;;) {
-    Batch next;
+    std::vector<Move> next;
+    std::uint64_t seen = 0;
     {
       std::unique_lock lock(mutex_);
-      if (current.empty()) {
-        busy_ = false;
+      note_time(flights);
+      if (flights.empty()) {
+        busy_.store(false, std::memory_order_relaxed);
         if (!paused()) refuse_the_rest();
         changed_.notify_all();
         (void)changed_.wait(lock, stop, [this] { return has_work(); });
+        noted_at_ = steady_clock().now();
       }
-      next = next_batch();
-      busy_ = !current.empty() || !next.empty();
-      if (current.empty() && next.empty() && stop.stop_requested()) return;
+      seen = orders_given_;
+      next = next_moves(flights);
+      const bool busy = !flights.empty() || !next.empty();
+      busy_.store(busy, std::memory_order_relaxed);
+      if (!busy && stop.stop_requested()) return;
     }
-    if (!next.empty()) start(next);
-    if (!current.empty()) finish(current);
-    current = std::move(next);
-    if (current.empty() && everything_shut_) {
+    const bool started = !next.empty();
+    if (started) start(next);
+    std::move(next.begin(), next.end(), std::back_inserter(flights));
+    const bool finished = finish_some(flights) > 0;
+    if (flights.empty() && everything_shut_) {
       everything_shut_ = false;
       everything_.open();
     }
+    if (!started && !finished && !flights.empty()) await_change(seen);
   }
+}
+
+// What has passed since the last time, with these under way.
+void StableSpace::note_time(const Flights& flights) {
+  const auto flies = [&](Place to) {
+    return std::any_of(flights.begin(), flights.end(),
+                       [to](const Move& move) { return !move.burial && move.to == to; });
+  };
+  const Nanoseconds now = steady_clock().now();
+  const double passed = seconds_of(now - std::exchange(noted_at_, now));
+  const bool up = flies(Place::kHbm), down = flies(Place::kDdr);
+  if (up || down) counters_.moving_seconds += passed;
+  if (up && down) counters_.both_ways_seconds += passed;
+  counters_.prepare_seconds = prepare_seconds_;
+  counters_.remap_seconds = remap_seconds_;
+}
+
+// Until an order is given, or for a moment: no device tells of one of several events.
+void StableSpace::await_change(std::uint64_t seen) {
+  std::unique_lock lock(mutex_);
+  (void)changed_.wait_for(lock, kLookEvery, [&] { return orders_given_ != seen; });
 }
 
 bool StableSpace::can_move(const StableBlock& block, Bytes room) const {
@@ -73,15 +117,28 @@ void StableSpace::refuse_the_rest() {
   changed_.notify_all();
 }
 
-StableSpace::Batch StableSpace::next_batch() {
-  Batch batch;
-  if (paused() || everything_waits_.load(std::memory_order_acquire) > 0) return batch;
-  // A batch of each direction: so both are busy at once, and the next batch's copies while this is remapped.
-  Bytes room = backing_->hbm_room(), spilled, restored;
-  for (auto order = orders_.begin(); order != orders_.end() && std::min(spilled, restored) < batch_;) {
+// What each direction has room for beside what is under way.
+std::vector<StableSpace::Move> StableSpace::next_moves(const Flights& flights) {
+  std::vector<Move> next;
+  if (paused() || everything_waits_.load(std::memory_order_acquire) > 0) return next;
+  struct Way {
+    Bytes bytes;
+    std::size_t count = 0;
+    [[nodiscard]] bool full(Bytes batch) const { return count >= kAbreast && bytes >= batch * 2; }
+    void add(Bytes size) {
+      bytes += size;
+      ++count;
+    }
+  } up, down;
+  for (const Move& move : flights) {
+    if (!move.burial) (move.to == Place::kHbm ? up : down).add(move.block->size);
+  }
+  Bytes room = backing_->hbm_room();
+  for (auto order = orders_.begin(); order != orders_.end();) {
     StableBlock& block = **order;
-    const Bytes same_way = block.wanted == Place::kHbm ? restored : spilled;
-    if (!can_move(block, room) || (!block.freed && same_way >= batch_)) {
+    const bool comes = block.wanted == Place::kHbm;
+    Way& way = comes ? up : down;
+    if (!can_move(block, room) || (!block.freed && way.full(batch_))) {
       ++order;
       continue;
     }
@@ -93,11 +150,11 @@ StableSpace::Batch StableSpace::next_batch() {
       continue;
     }
     block.moving = true;
-    if (!block.freed) (block.wanted == Place::kHbm ? restored : spilled) += block.size;
-    if (!block.freed && block.wanted == Place::kHbm) room -= block.size;
-    batch.moves.push_back({.block = &block, .to = block.wanted, .burial = block.freed});
+    if (!block.freed) way.add(block.size);
+    if (!block.freed && comes) room -= block.size;
+    next.push_back({.block = &block, .to = block.wanted, .burial = block.freed});
   }
-  return batch;
+  return next;
 }
 
 // What the block moves to, reachable at an address of its own.
@@ -130,24 +187,28 @@ Status StableSpace::fence(std::uint64_t slots, std::vector<EventPool::Held>& fen
   return {};
 }
 
-// Later work of order_ comes behind all that these streams, and users of everything, have done so far.
-Status StableSpace::order_behind_users(std::uint64_t slots) {
+// When all that these streams, and users of everything, have been given so far is over; null: nothing was.
+Result<EventPool::Held> StableSpace::quiet_after(std::uint64_t slots) {
   std::erase_if(everything_fences_,
                 [this](const EventPool::Held& event) { return device_.completed(*event); });
   const std::uint64_t of_everything = everything_users_.exchange(0, std::memory_order_acquire);
   if (Status fenced = fence(of_everything, everything_fences_); !fenced.ok()) {
     everything_users_.fetch_or(of_everything, std::memory_order_relaxed);
-    return fenced;
+    return fenced.error();
   }
   std::vector<EventPool::Held> fences = everything_fences_;
-  if (Status fenced = fence(slots, fences); !fenced.ok()) return fenced;
+  if (Status fenced = fence(slots, fences); !fenced.ok()) return fenced.error();
+  if (fences.empty()) return EventPool::Held();
   for (const EventPool::Held& event : fences) {
-    if (Status waits = device_.wait(order_, *event); !waits.ok()) return waits;
+    if (Status waits = device_.wait(order_, *event); !waits.ok()) return waits.error();
   }
-  return {};
+  Result<EventPool::Held> quiet = events_.take();
+  if (!quiet.ok()) return quiet;
+  if (Status recorded = device_.record(order_, **quiet); !recorded.ok()) return recorded.error();
+  return quiet;
 }
 
-Status StableSpace::send(Move& move, Event quiet) {
+Status StableSpace::send(Move& move) {
   if (move.burial) return {};
   const StableBlock& block = *move.block;
   const bool restores = move.to == Place::kHbm;
@@ -156,7 +217,7 @@ Status StableSpace::send(Move& move, Event quiet) {
                        .size = block.size};
   Result<CopyEngine::Ticket> ticket =
       copies_.submit({.direction = restores ? Direction::kH2D : Direction::kD2H,
-                      .after = quiet,
+                      .after = move.quiet != nullptr ? *move.quiet : Event{},
                       .reason = restores ? CopyReason::kRestore : CopyReason::kSpill,
                       .priority = restores ? CopyPriority::kUrgent : CopyPriority::kBackground},
                      {&whole, 1});
@@ -165,61 +226,97 @@ Status StableSpace::send(Move& move, Event quiet) {
   return {};
 }
 
-void StableSpace::start(Batch& batch) {
-  for (Move& move : batch.moves) move.failed = prepare(move);
+void StableSpace::start(std::vector<Move>& moves) {
+  {
+    const Spent spent(prepare_seconds_);
+    for (Move& move : moves) move.failed = prepare(move);
+  }
   if (!everything_shut_) {
     everything_.shut();
     everything_.await_empty();
     everything_shut_ = true;
   }
   std::uint64_t slots = 0;
-  for (Move& move : batch.moves) {
-    if (!move.failed.ok()) continue;
-    move.block->gate.shut();
+  for (Move& move : moves) {
+    if (move.failed.ok()) move.block->gate.shut();
   }
-  for (Move& move : batch.moves) {
+  for (Move& move : moves) {
     if (!move.failed.ok()) continue;
     move.block->gate.await_empty();
     move.users = move.block->users.exchange(0, std::memory_order_acquire);
     slots |= move.users;
   }
-  Status ordered = order_behind_users(slots);
-  if (ordered.ok()) {
-    Result<EventPool::Held> quiet = events_.take();
-    ordered = quiet.ok() ? device_.record(order_, **quiet) : Status(quiet.error());
-    if (ordered.ok()) batch.quiet = std::move(*quiet);
-  }
-  for (Move& move : batch.moves) {
-    if (move.failed.ok()) move.failed = ordered.ok() ? send(move, *batch.quiet) : ordered;
+  // What nobody has used since it moved waits for users of everything alone.
+  const Result<EventPool::Held> unused = quiet_after(0);
+  const Result<EventPool::Held> used = slots != 0 ? quiet_after(slots) : unused;
+  for (Move& move : moves) {
+    const Result<EventPool::Held>& quiet = move.users != 0 ? used : unused;
+    if (move.failed.ok() && !quiet.ok()) move.failed = quiet.error();
+    if (move.failed.ok()) move.quiet = *quiet;
+    if (move.failed.ok()) move.failed = send(move);
   }
 }
 
-void StableSpace::finish(Batch& batch) {
-  const bool buries =
-      std::any_of(batch.moves.begin(), batch.moves.end(), [](const Move& move) { return move.burial; });
-  const Status quiet = buries && batch.quiet != nullptr ? device_.synchronize(*batch.quiet) : Status();
-  for (Move& move : batch.moves) {
-    if (move.burial) {
-      bury(move, move.failed.ok() ? quiet : move.failed);
+bool StableSpace::over(const Move& move) const {
+  if (!move.failed.ok()) return true;
+  if (move.burial) return move.quiet == nullptr || device_.completed(*move.quiet);
+  return move.copy.done();
+}
+
+// Of each direction the first few are looked at: others are behind them. The first goes out at once: somebody
+// may wait for it, or for its room.
+std::size_t StableSpace::finish_some(Flights& flights) {
+  std::size_t finished = 0, waiting[2] = {0, 0};
+  for (auto move = flights.begin(); move != flights.end();) {
+    std::size_t& behind = waiting[!move->burial && move->to == Place::kHbm ? 1 : 0];
+    if (!move->burial && behind >= kAbreast) {
+      ++move;
       continue;
     }
-    Status moved = std::move(move.failed);
-    if (moved.ok()) moved = move.copy.synchronize();
-    if (moved.ok()) moved = exchange(move);
-    settle(move, moved);
+    if (!over(*move)) {
+      if (!move->burial && behind++ == 0) (void)move->copy.promote();
+      ++move;
+      continue;
+    }
+    finish(*move);
+    move = flights.erase(move);
+    ++finished;
   }
+  return finished;
 }
 
-// The block shows the other side's memory from here on. What was there is put back where that fails: a driver
-// that refuses memory it had mapped a moment before has lost the device.
+void StableSpace::finish(Move& move) {
+  Status moved = std::move(move.failed);
+  if (move.burial) {
+    // It has completed: this says how.
+    if (moved.ok() && move.quiet != nullptr) moved = device_.synchronize(*move.quiet);
+    bury(move, moved);
+    return;
+  }
+  if (moved.ok()) moved = move.copy.synchronize();
+  if (moved.ok()) moved = exchange(move);
+  settle(move, moved);
+}
+
+// The block shows the other side's memory from here on, or nothing where that is in DDR and may be out of
+// reach. What was there is put back where that fails: a driver that refuses memory it had mapped a moment
+// before has lost the device.
 Status StableSpace::exchange(const Move& move) {
-  const StableBlock& block = *move.block;
+  const Spent spent(remap_seconds_);
+  StableBlock& block = *move.block;
   const bool restores = move.to == Place::kHbm;
-  const Physical fresh = restores ? move.hbm.physical : move.host.handle.physical;
   const Physical old = restores ? block.host.handle.physical : block.hbm.physical;
-  if (Status unmapped = device_.unmap(block.at, block.size); !unmapped.ok()) return unmapped;
-  Status mapped = device_.map(block.at, fresh, block.size);
-  for (int tries = 0; !mapped.ok() && tries < kTries; ++tries) {
+  const bool had = block.reachable.load(std::memory_order_relaxed);
+  if (had) {
+    if (Status unmapped = device_.unmap(block.at, block.size); !unmapped.ok()) return unmapped;
+  }
+  if (!restores && reach_.load(std::memory_order_acquire) == Reach::kForUses) {
+    block.reachable.store(false, std::memory_order_relaxed);
+    return {};
+  }
+  Status mapped = device_.map(block.at, restores ? move.hbm.physical : move.host.handle.physical, block.size);
+  if (mapped.ok()) block.reachable.store(true, std::memory_order_relaxed);
+  for (int tries = 0; had && !mapped.ok() && tries < kTries; ++tries) {
     if (device_.map(block.at, old, block.size).ok()) break;
   }
   return mapped;
@@ -280,7 +377,8 @@ void StableSpace::bury(Move& move, const Status& quiet) {
     enqueue(block);
     return;
   }
-  Status unmapped = device_.unmap(block.at, block.size);
+  const bool shown = block.reachable.load(std::memory_order_relaxed);
+  Status unmapped = shown ? device_.unmap(block.at, block.size) : Status();
   for (int tries = 1; !unmapped.ok() && tries < kTries; ++tries) {
     unmapped = device_.unmap(block.at, block.size);
   }

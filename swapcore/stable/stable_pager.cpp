@@ -1,6 +1,8 @@
 #include "swapcore/stable/stable_pager.hpp"
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 
 #include <pthread.h>
 
@@ -10,8 +12,10 @@
 namespace terrace {
 namespace {
 constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
-constexpr std::uint64_t kShareAhead = 8;        // of the budget, on its way ahead of its use
-constexpr int kTries = 4;                       // others may send away what has just come back
+constexpr std::uint64_t kTravelShare = 8;       // of the budget, for blocks that do not stay
+// Of the largest size, for them at least: in use, leaving, coming, come.
+constexpr std::uint64_t kTravellers = 4;
+constexpr int kTries = 4;  // others may send away what has just come back
 }  // namespace
 
 StablePager::StablePager(StableSpace& space, const Options& options)
@@ -27,48 +31,85 @@ void StablePager::serve(const std::stop_token& stop) {
   leave_signals_to_others();
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    fresh_.clear();
-    read_ = space_.uses().read(read_, fresh_);
-    for (const std::uint32_t block : fresh_) schedule_.use(block);
-    if (!fresh_.empty() && space_.any_in_ddr() && !space_.paused()) order_ahead();
-    const auto pause = fresh_.empty() ? std::chrono::microseconds(kIdle) : options_.look_every;
-    (void)stopped_.wait_for(lock, stop, pause, [] { return false; });
+    const std::uint64_t before = read_;
+    catch_up();
+    const bool under_way = read_ != before || wake_ || space_.busy();
+    wake_ = false;
+    if (under_way && space_.any_in_ddr() && !space_.paused()) order_ahead();
+    const auto pause = under_way ? options_.look_every : std::chrono::microseconds(kIdle);
+    (void)woken_.wait_for(lock, stop, pause, [this] { return wake_; });
   }
+}
+
+void StablePager::catch_up() {
+  fresh_.clear();
+  read_ = space_.uses().read(read_, fresh_);
+  for (const std::uint32_t block : fresh_) schedule_.use(block);
+}
+
+bool StablePager::stays(std::uint32_t number) const {
+  const std::optional<std::size_t> place = schedule_.last_place(number);
+  return place && *place < stays_.size() && stays_[*place];
+}
+
+// Anew where another step was learned, or the budget has become another.
+void StablePager::choose_what_stays(const std::vector<StableSpace::View>& blocks) {
+  std::unordered_map<std::uint32_t, Bytes> sizes;
+  Bytes hbm = space_.hbm_budget(), largest;
+  for (const StableSpace::View& block : blocks) {
+    largest = std::max(largest, block.size);
+    if (!block.pinned) sizes[block.number] = block.size;
+    if (block.pinned && block.place == Place::kHbm) hbm = saturating_sub(hbm, block.size);
+  }
+  const Bytes changed = std::max(hbm, stays_in_) - std::min(hbm, stays_in_);
+  if (lesson_ == schedule_.lessons() && changed < largest) return;
+  lesson_ = schedule_.lessons();
+  stays_in_ = hbm;
+  travel_ = std::min(options_.bytes_ahead, std::max(hbm / kTravelShare, largest * kTravellers));
+  std::vector<CycleUse> cycle;
+  for (const std::uint32_t number : schedule_.cycle()) {
+    const auto size = sizes.find(number);
+    cycle.push_back({number, size == sizes.end() ? 0_B : size->second});
+  }
+  stays_ = choose_stays(cycle, saturating_sub(hbm, travel_));
 }
 
 // What awaits room is looked at before the room: if it takes some in between, that is missing twice, and one
 // block more makes way. The other way round it would be counted as free.
 StablePager::Pages StablePager::pages() const {
   Pages pages{};
-  Bytes awaited;
+  Bytes awaited, leaving;
   for (const StableSpace::View& view : space_.blocks()) {
-    if (view.leaving) pages.leaving.push_back(view.at);
+    if (view.leaving) {
+      pages.leaving.push_back(view.at);
+      leaving += view.size;
+    }
     if (view.awaits_room) awaited += view.size;
     if (view.coming) pages.coming += view.size;
-    pages.largest = std::max(pages.largest, view.size);
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
                             .in_hbm = view.place == Place::kHbm,
                             .movable = !view.pinned && !view.moving,
-                            .next = schedule_.until_next(view.number),
+                            .stays = stays(view.number),
+                            .next = schedule_.goes_on(view.number) ? 0 : schedule_.until_next(view.number),
                             .last_use = view.last_use});
   }
-  pages.room = saturating_sub(space_.hbm_room(), awaited);
+  const Bytes free = space_.hbm_room();
+  pages.free = saturating_sub(free, awaited);
+  pages.room = saturating_sub(free + leaving, awaited);
   return pages;
 }
 
 void StablePager::order_ahead() {
   if (!schedule_.learned()) return;
   counters_.period = schedule_.period();
+  choose_what_stays(space_.blocks());
   const Pages now = pages();
-  // Where little fits, much at once would send away what is about to be used.
-  const Bytes share = std::max(space_.hbm_budget() / kShareAhead, now.largest * 2);
-  const Bytes ahead = std::min(options_.bytes_ahead, share);
-  if (now.coming >= ahead) return;
+  if (now.coming >= travel_) return;
   const PagePlan plan = plan_pages(
-      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = ahead - now.coming});
-  // Each behind what makes room for it, and no further: both directions of the link are used at once. A block
-  // may have been freed since: then there is nothing to order.
+      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = travel_ - now.coming});
+  // Each behind what makes room for it: both directions of the link are used at once. A block may have been
+  // freed since: then there is nothing to order.
   std::size_t gone = 0;
   for (std::size_t i = 0; i < plan.to_hbm.size(); ++i) {
     for (; gone < plan.behind[i]; ++gone) (void)space_.order(plan.to_ddr[gone], Place::kDdr);
@@ -77,21 +118,22 @@ void StablePager::order_ahead() {
   counters_.ahead += plan.to_hbm.size();
 }
 
-// Orders others to DDR until `size` is free, and waits for that. What moves already is waited for first.
+// Orders others to DDR until `size` is free, and waits for that and for what leaves already.
 Status StablePager::make_room(Bytes size) {
   for (;;) {
     std::vector<Address> out;
     {
       const std::lock_guard lock(mutex_);
+      catch_up();
       const Pages now = pages();
-      if (now.room >= size) return {};
+      if (now.free >= size) return {};
       out = terrace::make_room(now.blocks, now.room, size, {});
-      if (out.empty()) out = now.leaving;
+      for (const Address at : out) (void)space_.order(at, Place::kDdr);
+      out.insert(out.end(), now.leaving.begin(), now.leaving.end());
       if (out.empty()) {
         return out_of_budget(size, Pool::kScratch,
                              "no block that could leave HBM for DDR makes room for " + format_bytes(size));
       }
-      for (const Address at : out) (void)space_.order(at, Place::kDdr);
     }
     for (const Address at : out) {
       Status gone = space_.await(at);
@@ -132,8 +174,11 @@ Status StablePager::free(Address at) {
 // with that room.
 bool StablePager::order_back(const StableSpace::View& view, std::span<const Address> spared) {
   const std::lock_guard lock(mutex_);
+  catch_up();
+  wake_ = true;  // what comes next is another's now
+  woken_.notify_all();
   const Pages now = pages();
-  if (now.room < view.size && !view.awaits_room) {
+  if (now.room < view.size && !view.coming) {
     const std::vector<Address> out = terrace::make_room(now.blocks, now.room, view.size, spared);
     if (out.empty() && now.leaving.empty()) return false;
     for (const Address at : out) (void)space_.order(at, Place::kDdr);

@@ -1,9 +1,10 @@
 // Keeps in a space of stable addresses what is used next in HBM, and the rest in DDR.
 //
 // It reads which blocks are used, in order, learns the step from that, and brings back what comes next while
-// others compute: from a thread of its own, so that a use pays nothing for it. A use of a block that is in
-// DDR brings it back and waits; where no room can be made, the block is used where it lies, over the link.
-// Until a step is learned nothing comes ahead of its use.
+// others compute: from a thread of its own, so that a use pays nothing for it. A part of HBM is for blocks
+// that travel; the rest is for those that stay, of each step the same (stay_plan.hpp). A use of a block that
+// is in DDR brings it back and waits; where no room can be made, the block is used where it lies, over the
+// link. Until a step is learned nothing comes ahead of its use.
 //
 // Any thread may call. Why: docs/design/0013-stable-addresses.md.
 #pragma once
@@ -19,6 +20,7 @@
 #include "runtime/metrics.hpp"
 #include "swapcore/stable/page_plan.hpp"
 #include "swapcore/stable/stable_space.hpp"
+#include "swapcore/stable/stay_plan.hpp"
 #include "swapcore/stable/use_schedule.hpp"
 
 namespace terrace {
@@ -56,15 +58,18 @@ class StablePager {
 
  private:
   void serve(const std::stop_token& stop);
+  void catch_up();     // with what has been used; mutex_ held
   void order_ahead();  // mutex_ held
   struct Pages {
     std::vector<PagedBlock> blocks;
-    Bytes room;    // that nobody waits for
+    Bytes free;    // that nobody waits for
+    Bytes room;    // with that of what leaves
     Bytes coming;  // on their way to HBM
-    Bytes largest;
-    std::vector<Address> leaving;  // whose room is about to be
+    std::vector<Address> leaving;
   };
-  [[nodiscard]] Pages pages() const;  // mutex_ held
+  [[nodiscard]] Pages pages() const;                                     // mutex_ held
+  void choose_what_stays(const std::vector<StableSpace::View>& blocks);  // mutex_ held
+  [[nodiscard]] bool stays(std::uint32_t number) const;                  // mutex_ held
   void note_wait(StallReason reason, Nanoseconds from);
   [[nodiscard]] bool bring_back(std::span<const void* const> pointers);
   [[nodiscard]] bool order_back(const StableSpace::View& view, std::span<const Address> spared);
@@ -72,10 +77,14 @@ class StablePager {
   StableSpace& space_;
   const Options options_;
   mutable std::mutex mutex_;  // all below
-  std::condition_variable_any stopped_;
+  std::condition_variable_any woken_;
+  bool wake_ = false;
   UseSchedule schedule_;
   std::uint64_t read_ = 0;  // of the space's uses
   std::vector<std::uint32_t> fresh_;
+  std::vector<bool> stays_;   // by place of the schedule's cycle
+  std::uint64_t lesson_ = 0;  // of the schedule, for which that holds,
+  Bytes stays_in_, travel_;   // in so much HBM; and what of it is for those that travel
   Counters counters_;
   std::jthread thread_;  // last: it uses all of the above
 };

@@ -9,6 +9,8 @@
 namespace terrace {
 namespace {
 
+constexpr int kTries = 4;  // of what a device does not refuse for long
+
 Error no_block(const void* at) {
   return Error{.code = Errc::kInvalidArgument,
                .text = "no block of a stable address begins at " +
@@ -125,6 +127,7 @@ Result<Address> StableSpace::allocate(Bytes size) {
   block.hbm = *hbm;
   block.host = {};
   block.place.store(Place::kHbm, std::memory_order_relaxed);
+  block.reachable.store(true, std::memory_order_relaxed);
   block.users.store(0, std::memory_order_relaxed);
   block.last_use.store(log_.now(), std::memory_order_relaxed);
   block.number.store(++made_, std::memory_order_relaxed);
@@ -147,6 +150,7 @@ StableBlock* StableSpace::block_at(Address at) const {
 
 void StableSpace::enqueue(StableBlock& block) {
   if (block.queued) return;
+  ++orders_given_;
   block.queued = true;
   orders_.push_back(&block);
   changed_.notify_all();
@@ -219,6 +223,7 @@ Status StableSpace::unpin(Address at) {
 }
 
 Status StableSpace::hold(Address at) {
+  if (Status shown = reveal(at); !shown.ok()) return shown;
   const std::lock_guard lock(mutex_);
   StableBlock* const block = block_at(at);
   if (block == nullptr) return no_block(at);
@@ -228,6 +233,48 @@ Status StableSpace::hold(Address at) {
   block->held = true;
   block->wanted = block->place.load(std::memory_order_relaxed);
   return {};
+}
+
+// Nobody can be using it, so no gate is shut: whoever enters it and finds it out of reach leaves again. It
+// counts as moving meanwhile, and thus is not.
+Status StableSpace::reveal(Address at) {
+  StableBlock* block = nullptr;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+      block = block_at(at);
+      return block == nullptr || !block->moving;
+    });
+    if (block == nullptr || block->reachable.load(std::memory_order_relaxed)) return {};
+    block->moving = true;
+  }
+  Status mapped = device_.map(block->at, block->host.handle.physical, block->size);
+  for (int tries = 1; !mapped.ok() && tries < kTries; ++tries) {
+    mapped = device_.map(block->at, block->host.handle.physical, block->size);
+  }
+  const std::lock_guard lock(mutex_);
+  if (mapped.ok()) {
+    block->reachable.store(true, std::memory_order_release);
+    ++counters_.shown;
+  }
+  block->moving = false;
+  changed_.notify_all();
+  return mapped;
+}
+
+Status StableSpace::show(const void* pointer) {
+  const std::optional<View> block = find(pointer);
+  return block ? reveal(block->at) : Status();
+}
+
+// What began to leave before the order to keep everything in reach is waited for, and then mapped.
+void StableSpace::keep_reachable() {
+  if (all_reachable_.load(std::memory_order_acquire)) [[likely]]
+    return;
+  reach_.store(Reach::kAlways, std::memory_order_release);
+  bool all = true;
+  for (const View& block : blocks()) all = reveal(block.at).ok() && all;
+  if (all) all_reachable_.store(true, std::memory_order_release);
 }
 
 bool StableSpace::pause(std::chrono::milliseconds patience) {
@@ -284,6 +331,7 @@ StableSpace::Counters StableSpace::counters() const {
   counters.wait_seconds = static_cast<double>(wait_nanoseconds_.load(std::memory_order_relaxed)) * 1e-9;
   counters.hbm_held = backing_->hbm_held();
   counters.hbm_peak = backing_->hbm_peak();
+  counters.host_made = backing_->host_made();
   return counters;
 }
 
@@ -343,8 +391,24 @@ void StableSpace::Uses::note(StreamSlot slot) {
   }
 }
 
+Address StableSpace::Uses::first_out_of_reach() const {
+  for (const StableBlock* const block : inside_) {
+    if (!block->reachable.load(std::memory_order_acquire)) [[unlikely]]
+      return block->at;
+  }
+  return nullptr;
+}
+
+// A device that refuses again and again to map what it can reach elsewhere is lost: its users are not held
+// up.
 void StableSpace::Uses::begin(std::span<const void* const> pointers, StreamSlot slot) {
-  while (UseGate* const shut = enter_all(pointers)) space_.wait_at(*shut);
+  for (bool refused = false;;) {
+    while (UseGate* const shut = enter_all(pointers)) space_.wait_at(*shut);
+    const Address hidden = first_out_of_reach();
+    if (hidden == nullptr || refused) break;
+    leave_all();
+    refused = !space_.reveal(hidden).ok();
+  }
   note(slot);
 }
 
@@ -362,6 +426,7 @@ bool StableSpace::Uses::begin_in_hbm(std::span<const void* const> pointers, Stre
 
 void StableSpace::Uses::begin_everything(StreamSlot slot) {
   StableSpace& space = space_;
+  space.keep_reachable();
   if (!space.everything_.try_enter()) {
     space.everything_waits_.fetch_add(1, std::memory_order_acq_rel);
     do {

@@ -8,9 +8,11 @@
 // Remapping is not atomic: between unmap and map an access faults, and a write between copy and remap is
 // lost. So a block is remapped only while its gate is shut and the events of its users have passed, and the
 // gate is shut from before the copy until the new memory may be accessed. A block in DDR may be used where it
-// lies, over the link. Nobody waits for the device: a user waits at the gate of a block that moves.
+// lies, over the link: the first such use maps it there. Nobody waits for the device: a user waits at the
+// gate of a block that moves.
 //
-// Work whose pointers are not known uses everything: it enters the one gate that stands before all of them.
+// Work whose pointers are not known uses everything: it enters the one gate that stands before all of them,
+// and from then on whatever leaves stays reachable.
 // Blocks that others have registered are pinned to HBM.
 //
 // Users and everybody else may call from any thread; moves are made by a thread of the space. The space
@@ -30,6 +32,7 @@
 #include <vector>
 
 #include "allocator/extent_map.hpp"
+#include "runtime/clock.hpp"
 #include "runtime/copy_engine.hpp"
 #include "runtime/copy_events.hpp"
 #include "swapcore/stable/backing_store.hpp"
@@ -44,7 +47,7 @@ class StableSpace {
   struct Options {
     Bytes span = 64_GiB;    // of addresses: the most that all blocks take, rounded to granules
     Bytes hbm_budget;       // of what backs blocks in HBM, and is kept to back others
-    Bytes batch = 256_MiB;  // moved at once each way: the longest that a gate is shut is about two batches
+    Bytes batch = 256_MiB;  // each way two of them, or two blocks, are under way at a time
     std::shared_ptr<HostLease> lease;
     std::vector<int> nodes{0};  // NUMA nodes of the host to take memory from
   };
@@ -87,6 +90,20 @@ class StableSpace {
   void resume();
   [[nodiscard]] bool paused() const { return pauses_.load(std::memory_order_acquire) > 0; }
 
+  // Whether whoever says nothing of it can reach a block in DDR at its address. So it is at first, and what
+  // goes to DDR is mapped where it was, which costs about what copying it does. From let_out_of_reach() on it
+  // is mapped there only for a use, and from keep_reachable() on always, for good, what is in DDR already
+  // included.
+  void let_out_of_reach() {
+    Reach at_first = Reach::kAtFirst;
+    if (reach_.load(std::memory_order_relaxed) == Reach::kAtFirst) [[unlikely]]
+      reach_.compare_exchange_strong(at_first, Reach::kForUses);
+  }
+  void keep_reachable();
+  // The block that the pointer leads to, if to any, can be reached until it moves. Errors: what the device
+  // said.
+  [[nodiscard]] Status show(const void* pointer);
+
   struct View {
     Address at = nullptr;
     std::uint32_t number = 0;  // never another block's
@@ -110,6 +127,12 @@ class StableSpace {
     std::uint64_t spills = 0, restores = 0;
     Bytes spilled, restored;
     std::uint64_t failed_moves = 0;  // the block stayed where it was
+    std::uint64_t shown = 0;         // blocks in DDR that were mapped for a use over the link
+    Bytes host_made;                 // of DDR, taken from the system so far
+    double moving_seconds = 0;       // that something was on its way, and
+    double remap_seconds = 0;        // of the mover's, in unmapping and mapping
+    double prepare_seconds = 0;      // and in finding memory to move to
+    double both_ways_seconds = 0;    // with copies of both directions under way
     std::uint64_t waits = 0;         // of users, at a gate
     double wait_seconds = 0;
     Bytes hbm_held, hbm_peak;  // by blocks and kept handles; never above the budget
@@ -124,6 +147,7 @@ class StableSpace {
   [[nodiscard]] Bytes hbm_kept() const { return backing_->hbm_kept(); }  // of that, by no block
   // Two instructions: something is in DDR.
   [[nodiscard]] bool any_in_ddr() const { return spilled_.load(std::memory_order_relaxed) > 0; }
+  [[nodiscard]] bool busy() const { return busy_.load(std::memory_order_relaxed); }  // something moves
   void set_hbm_budget(Bytes budget);  // lower: handles kept for others go at once, blocks stay until ordered
 
   // The uses of one launch, copy or library call. The same object may be used again and again: it keeps its
@@ -134,8 +158,8 @@ class StableSpace {
     ~Uses() { end(); }
     Uses(const Uses&) = delete;
     Uses& operator=(const Uses&) = delete;
-    // Enters the blocks that these lead to, waiting at the gates of those that move. Words that lead nowhere
-    // are passed over. Precondition: ended.
+    // Enters the blocks that these lead to, waiting at the gates of those that move, and mapping those in DDR
+    // that nobody could reach. Words that lead nowhere are passed over. Precondition: ended.
     void begin(std::span<const void* const> pointers, StreamSlot slot);
     // The same where all of them are in HBM; else enters nothing, and false.
     [[nodiscard]] bool begin_in_hbm(std::span<const void* const> pointers, StreamSlot slot);
@@ -146,6 +170,7 @@ class StableSpace {
 
    private:
     [[nodiscard]] UseGate* enter_all(std::span<const void* const> pointers);
+    [[nodiscard]] Address first_out_of_reach() const;
     void leave_all();
     void note(StreamSlot slot);
     StableSpace& space_;
@@ -163,12 +188,10 @@ class StableSpace {
     Status failed{};
     bool burial = false;      // not a move: its block has been freed
     std::uint64_t users = 0;  // as taken from the block
+    EventPool::Held quiet{};  // when all of its users have ended; null: it had none
   };
-  struct Batch {
-    std::vector<Move> moves;
-    EventPool::Held quiet;  // when all of its users have ended
-    [[nodiscard]] bool empty() const { return moves.empty(); }
-  };
+  // Started and not over, in the order in which they were.
+  using Flights = std::deque<Move>;
   StableSpace(Device& device, CopyEngine& copies, UserStreams& streams, const Options& options);
   [[nodiscard]] Status open(const Options& options);
 
@@ -186,16 +209,23 @@ class StableSpace {
   [[nodiscard]] bool has_work() const;                                      // mutex_ held
   void note_place(const StableBlock& block, Place from, Place to);          // mutex_ held
   void refuse_the_rest();                                                   // mutex_ held
-  [[nodiscard]] Batch next_batch();                                         // mutex_ held
-  void start(Batch& batch);
+  [[nodiscard]] std::vector<Move> next_moves(const Flights& flights);       // mutex_ held
+  void start(std::vector<Move>& moves);
   [[nodiscard]] Status prepare(Move& move);
   [[nodiscard]] Status fence(std::uint64_t slots, std::vector<EventPool::Held>& fences);
-  [[nodiscard]] Status order_behind_users(std::uint64_t slots);
-  [[nodiscard]] Status send(Move& move, Event quiet);
-  void finish(Batch& batch);
+  [[nodiscard]] Result<EventPool::Held> quiet_after(std::uint64_t slots);
+  [[nodiscard]] Status send(Move& move);
+  [[nodiscard]] bool over(const Move& move) const;
+  std::size_t finish_some(Flights& flights);
+  void finish(Move& move);
   [[nodiscard]] Status exchange(const Move& move);
   void settle(Move& move, const Status& moved);
   void bury(Move& move, const Status& quiet);
+  void await_change(std::uint64_t seen);
+  void note_time(const Flights& flights);  // mutex_ held
+
+  // Any thread's: maps a block in DDR at its address.
+  [[nodiscard]] Status reveal(Address at);
 
   Device& device_;
   CopyEngine& copies_;
@@ -214,8 +244,14 @@ class StableSpace {
   std::atomic<std::uint64_t> waits_{0}, wait_nanoseconds_{0};
   std::atomic<int> pauses_{0};             // written under mutex_
   std::atomic<std::uint64_t> spilled_{0};  // blocks in DDR
+  std::atomic<bool> busy_{false};          // something moves; written under mutex_
+  enum class Reach : std::uint8_t { kAtFirst, kForUses, kAlways };
+  std::atomic<Reach> reach_{Reach::kAtFirst};
+  std::atomic<bool> all_reachable_{false};  // for good
 
   // The mover's.
+  double prepare_seconds_ = 0, remap_seconds_ = 0;
+  Nanoseconds noted_at_{};
   bool everything_shut_ = false;
   std::vector<EventPool::Held> everything_fences_;  // behind uses of everything; those that have not passed
 
@@ -228,7 +264,7 @@ class StableSpace {
   std::deque<StableBlock*> orders_;
   std::uint32_t made_ = 0;                // blocks so far
   std::uint64_t freed_ = 0, buried_ = 0;  // of them
-  bool busy_ = false;                     // a batch is under way
+  std::uint64_t orders_given_ = 0;
   Counters counters_;
   std::jthread mover_;  // last: it uses all of the above
 };

@@ -51,6 +51,7 @@ void UseSchedule::look_for_period() {
 
 void UseSchedule::learn(std::size_t period) {
   period_ = period;
+  ++lessons_;
   cycle_.assign(history_.end() - static_cast<std::ptrdiff_t>(period), history_.end());
   places_.clear();
   for (std::size_t i = 0; i < period; ++i) places_[cycle_[i]].push_back(i);
@@ -94,6 +95,14 @@ std::optional<std::size_t> UseSchedule::until_next(std::uint32_t block) const {
   const std::vector<std::size_t>& places = found->second;
   const auto next = std::lower_bound(places.begin(), places.end(), at_);
   return next != places.end() ? *next - at_ : places.front() + period_ - at_;
+}
+
+std::optional<std::size_t> UseSchedule::last_place(std::uint32_t block) const {
+  const auto found = places_.find(block);
+  if (!learned() || found == places_.end()) return std::nullopt;
+  const std::vector<std::size_t>& places = found->second;
+  const auto next = std::lower_bound(places.begin(), places.end(), at_);
+  return next == places.begin() ? places.back() : *std::prev(next);
 }
 
 std::vector<std::uint32_t> UseSchedule::next(std::size_t count) const {

@@ -34,6 +34,14 @@ class UseSchedule {
   [[nodiscard]] std::optional<std::size_t> until_next(std::uint32_t block) const;
   // The blocks of the next `count` uses in order, repeats included; empty: not known.
   [[nodiscard]] std::vector<std::uint32_t> next(std::size_t count) const;
+  // The block used last. Several uses of it in a row are one, so that one may go on.
+  [[nodiscard]] bool goes_on(std::uint32_t block) const {
+    return !history_.empty() && history_.back() == block;
+  }
+  // The period's uses, and where in them the block was used last; empty, and nothing: not known.
+  [[nodiscard]] const std::vector<std::uint32_t>& cycle() const { return cycle_; }
+  [[nodiscard]] std::optional<std::size_t> last_place(std::uint32_t block) const;
+  [[nodiscard]] std::uint64_t lessons() const { return lessons_; }  // periods learned so far
   // Uses that came otherwise than foretold, since the beginning.
   [[nodiscard]] std::uint64_t surprises() const { return surprises_; }
 
@@ -56,7 +64,7 @@ class UseSchedule {
   std::unordered_map<std::uint32_t, std::vector<std::size_t>> places_;  // of each block in it, ascending
   std::size_t at_ = 0;                                                  // in cycle_: what is used next
   std::size_t lost_ = 0;                                                // surprises in a row
-  std::uint64_t surprises_ = 0;
+  std::uint64_t surprises_ = 0, lessons_ = 0;
 };
 
 }  // namespace terrace

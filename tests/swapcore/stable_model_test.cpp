@@ -40,6 +40,9 @@ std::uint64_t moves_of(const StableRig& rig) {
   return counters.spills + counters.restores;
 }
 
+// Else what is in DDR stays out of reach but for its uses.
+bool rig_uses_everything(std::uint64_t seed) { return seed / 31 % 2 == 0; }
+
 // One guest: its own stream and blocks. It goes on until enough has moved under it.
 void run_guest(StableRig& rig, int which, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -65,7 +68,7 @@ void run_guest(StableRig& rig, int which, std::uint64_t seed) {
       const std::size_t i = random() % blocks.size();
       ASSERT_TRUE(rig.space->free(blocks[i].at).ok());
       blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(i));
-    } else if (what == 2) {
+    } else if (what == 2 && rig_uses_everything(seed)) {
       for (Guest& guest : blocks) ++guest.expected;
       std::vector<Guest> all = blocks;
       rig.launch_on_everything(which, [all] {
@@ -105,6 +108,7 @@ TEST(StableModel, RandomGuestsSeeTheirNumbersWhateverMoves) {
     StableRig rig({.hbm = 6 * kBlock, .ddr = 40 * kBlock, .streams = 3});
     std::optional<ScopedFaults> faults;
     if (seed % 3 == 2) faults.emplace(fail_call(FaultPoint::kDeviceMap, 5 + seed));
+    rig.space->let_out_of_reach();
     std::atomic<bool> done{false};
     std::jthread orders([&] { order_at_random(rig, seed * 7 + 1, done); });
     {

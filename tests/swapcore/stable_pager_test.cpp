@@ -32,8 +32,8 @@ struct Program {
     ASSERT_TRUE(rig.device->launch_host(rig.streams[0], std::move(work)).ok());
   }
   void step() {
-    for (std::size_t i = 0; i + 1 < all.size(); ++i) {
-      launch({all[i], all[i + 1]}, [a = all[i], b = all[i + 1]] {
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      launch({all[i], all[(i + 1) % all.size()]}, [a = all[i], b = all[(i + 1) % all.size()]] {
         auto* const to = reinterpret_cast<std::uint32_t*>(a);
         const auto* const from = reinterpret_cast<const std::uint32_t*>(b);
         for (std::size_t n = 0; n < kBlock.count() / sizeof(std::uint32_t); ++n) to[n] += 1 + (from[n] & 1);
@@ -83,6 +83,29 @@ TEST(StablePager, ALearnedStepComesAheadOfItsUse) {
   const StablePager::Counters after = program.pager.counters();
   EXPECT_GT(after.ahead, before.ahead + 20);
   EXPECT_EQ(after.in_place, before.in_place);
+}
+
+// Of 24 blocks 12 fit. Those that cannot stay, and the four places they travel through, cross the link once
+// each way in a step and no others; both ways at once; in memory that was there.
+TEST(StablePager, ALearnedStepMovesWhatCannotStayAndNoMore) {
+  constexpr std::uint64_t kBlocks = 24, kFit = 12, kTravellers = 4, kSteps = 20;
+  StableRig rig({.hbm = kFit * kBlock, .link = 1e9});
+  rig.space->let_out_of_reach();
+  Program program(rig);
+  program.make(kBlocks);
+  for (int i = 0; i < 60 && program.pager.counters().period == 0; ++i) program.step();
+  ASSERT_EQ(program.pager.counters().period, kBlocks);
+  for (int i = 0; i < 3; ++i) program.step();
+  const StableSpace::Counters before = rig.space->counters();
+  for (std::uint64_t i = 0; i < kSteps; ++i) program.step();
+  const StableSpace::Counters after = rig.space->counters();
+  const std::uint64_t most = kSteps * (kBlocks - kFit + kTravellers) + kTravellers;
+  EXPECT_LE(after.restores - before.restores, most);
+  EXPECT_LE(after.spills - before.spills, most);
+  EXPECT_GE(after.restores - before.restores, kSteps * (kBlocks - kFit));
+  EXPECT_GT(after.both_ways_seconds, before.both_ways_seconds);
+  EXPECT_LE(after.host_made, after.in_ddr_peak + 4 * kBlock) << "each used again and again";
+  EXPECT_EQ(after.shown, before.shown) << "nothing was used over the link";
 }
 
 // Neither side has room for what a launch needs at once: it is used where it lies.

@@ -39,6 +39,80 @@ TEST(StableSpace, ThePointerStaysWhereverTheBytesAre) {
   EXPECT_EQ(counters.restored, kBlock);
 }
 
+// In use, as far as a test that looks by itself can be.
+bool holds_in_use(StableRig& rig, Address at, int value) {
+  StableSpace::Uses uses(*rig.space);
+  const std::array<const void*, 1> pointer = {at};
+  uses.begin(pointer, rig.slots[0]);
+  return holds(at, value);
+}
+
+// What nobody uses over the link is not mapped there: a fault of a test that looks at it is this test's
+// failure.
+TEST(StableSpace, ABlockOutOfReachIsMappedForWhoUsesIt) {
+  StableRig rig;
+  const Address at = rig.space->allocate(kBlock).value(), other = rig.space->allocate(kBlock).value();
+  fill(at, 1);
+  fill(other, 2);
+  rig.space->let_out_of_reach();
+  rig.move(at, Place::kDdr);
+  rig.move(other, Place::kDdr);
+  rig.move(other, Place::kHbm);
+  EXPECT_TRUE(holds(other, 2)) << "back in HBM it is reached again";
+  EXPECT_EQ(rig.space->counters().shown, 0U);
+  EXPECT_TRUE(holds_in_use(rig, at, 1));
+  EXPECT_EQ(rig.space->find(at)->place, Place::kDdr);
+  EXPECT_EQ(rig.space->counters().shown, 1U);
+  EXPECT_TRUE(holds(at, 1)) << "and stays so";
+  rig.move(at, Place::kHbm);
+  rig.move(at, Place::kDdr);
+  EXPECT_TRUE(holds_in_use(rig, at, 1)) << "until it moves";
+  EXPECT_EQ(rig.space->counters().shown, 2U);
+}
+
+TEST(StableSpace, WhoeverNamesNothingReachesEverything) {
+  for (const char* how : {"work on everything", "asked for", "held", "paused and used", "shown"}) {
+    StableRig rig;
+    const Address at = rig.space->allocate(kBlock).value(), later = rig.space->allocate(kBlock).value();
+    fill(at, 1);
+    fill(later, 2);
+    rig.space->let_out_of_reach();
+    rig.move(at, Place::kDdr);
+    const std::string_view what = how;
+    std::atomic<bool> seen{false};
+    if (what == "work on everything") rig.launch_on_everything(0, [&] { seen = holds(at, 1); });
+    if (what == "asked for") rig.space->keep_reachable();
+    if (what == "held") {
+      ASSERT_TRUE(rig.space->hold(at).ok());
+    }
+    if (what == "paused and used") {
+      ASSERT_TRUE(rig.space->pause(std::chrono::seconds(10)));
+      rig.launch(0, {at}, [] {});
+      rig.space->resume();
+    }
+    if (what == "shown") {
+      ASSERT_TRUE(rig.space->show(at + 7).ok());
+    }
+    ASSERT_TRUE(rig.device->synchronize(rig.streams[0]).ok());
+    EXPECT_TRUE(holds(at, 1)) << how;
+    EXPECT_EQ(seen, what == "work on everything");
+    if (what != "work on everything" && what != "asked for") continue;
+    rig.space->let_out_of_reach();
+    rig.move(later, Place::kDdr);
+    EXPECT_TRUE(holds(later, 2)) << "for good: " << how;
+  }
+}
+
+TEST(StableSpace, WhatIsOutOfReachCanBeFreed) {
+  StableRig rig;
+  rig.space->let_out_of_reach();
+  const Address at = rig.space->allocate(kBlock).value();
+  rig.move(at, Place::kDdr);
+  EXPECT_EQ(rig.space->counters().in_ddr, kBlock);
+  ASSERT_TRUE(rig.space->free(at).ok());
+  ASSERT_TRUE(rig.space->free(rig.space->allocate(8 * kBlock).value()).ok());  // comes behind it
+}
+
 TEST(StableSpace, PointersIntoABlockLeadToItAndOthersNowhere) {
   StableRig rig;
   const Address at = rig.space->allocate(kBlock + 1_B).value();
@@ -252,11 +326,13 @@ TEST(StableSpace, WithoutHostMemoryThatTheDeviceReachesItSaysSo) {
 }
 
 // Every call of the device fails once: bytes stay right, and nothing is left behind.
-TEST(StableSpace, AFailedCallLosesNothing) {
+enum class InDdr { kReachable, kOutOfReach };
+void fail_each_call(InDdr in_ddr) {
   for (std::uint64_t nth = 1;; ++nth) {
     bool fired = false;
     {
       StableRig rig({.hbm = 2 * kBlock});
+      if (in_ddr == InDdr::kOutOfReach) rig.space->let_out_of_reach();
       const Address a = rig.space->allocate(kBlock).value(), b = rig.space->allocate(kBlock).value();
       fill(a, 1);
       fill(b, 2);
@@ -285,6 +361,8 @@ TEST(StableSpace, AFailedCallLosesNothing) {
     ASSERT_LT(nth, 500U);
   }
 }
+TEST(StableSpace, AFailedCallLosesNothing) { fail_each_call(InDdr::kReachable); }
+TEST(StableSpace, AFailedCallLosesNothingThatIsOutOfReach) { fail_each_call(InDdr::kOutOfReach); }
 
 }  // namespace
 }  // namespace terrace::test

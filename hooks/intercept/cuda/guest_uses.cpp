@@ -183,6 +183,7 @@ void GuestUses::take(StreamHandle stream, Absent absent) {
   const StreamSlot slot = own->streams->slot_of(stream);
   seat_->inside.push_back(&seat);
   if (absent == Absent::kBring) {
+    own->space->let_out_of_reach();  // this runtime's launches are seen
     if (own->device->was_refused()) [[unlikely]]
       StableBlocks::follow_the_wall(*own);
     own->pager->begin(seat.uses, seat_->named(), slot);
@@ -284,7 +285,10 @@ void GuestUses::take_everything(StreamName stream) noexcept {
 }
 
 // Nothing may move any more: there is no memory to note who uses what.
-void GuestUses::without_memory(StreamName) noexcept { stable_blocks().stop_moving(); }
+void GuestUses::without_memory(StreamName) noexcept {
+  stable_blocks().stop_moving();
+  stable_blocks().keep_reachable();
+}
 
 void GuestUses::end() noexcept {
   const ErrnoKept kept;

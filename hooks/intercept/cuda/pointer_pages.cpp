@@ -16,12 +16,15 @@ constexpr int kMemoryType = 2, kHostMemory = 1;  // CU_POINTER_ATTRIBUTE_MEMORY_
 PointerPages& pointer_pages() noexcept { return the_pages; }
 
 void see_copy_from_host(DevicePointer to, const void* from, std::size_t bytes) noexcept {
-  const StableBlocks& form = stable_blocks();
+  StableBlocks& form = stable_blocks();
   if (!form.any() || from == nullptr || bytes < sizeof(std::uint64_t) || bytes > PointerPages::kMostScanned)
     return;
   bool found = false;
   each_word(from, bytes, [&](std::uint64_t word) { found = found || form.may_hold(word); });
-  if (found) the_pages.mark(to, bytes);
+  if (!found) return;
+  the_pages.mark(to, bytes);
+  // Kernels may find them there without being given the place: in a variable of theirs.
+  form.keep_reachable();
 }
 
 void see_copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes) noexcept {

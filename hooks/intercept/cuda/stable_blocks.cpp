@@ -346,6 +346,20 @@ void StableBlocks::fix_all(DeviceBlocks& blocks, FixedReason reason, Where where
 } catch (...) {
 }
 
+void StableBlocks::show(DevicePointer address) noexcept try {
+  DeviceBlocks* const blocks = holding(address);
+  if (blocks == nullptr) return;
+  const ErrnoKept kept;
+  (void)blocks->space->show(pointer_to(address));
+} catch (...) {
+}
+
+void StableBlocks::keep_reachable() noexcept try {
+  const ErrnoKept kept;
+  for (std::uint32_t i = 0; i < devices(); ++i) at(i).space->keep_reachable();
+} catch (...) {
+}
+
 CallResult StableBlocks::share_with(DeviceOrdinal owner, DeviceOrdinal other) noexcept try {
   if (owner < 0 || owner >= kMostDevices || other < 0 || other >= kMostDevices || owner == other)
     return kSuccess;
@@ -423,6 +437,7 @@ void StableBlocks::process_ends() noexcept try {
 
 void StableBlocks::launched_unseen() noexcept {
   stop_moving();
+  keep_reachable();
   for (std::uint32_t i = 0; i < devices(); ++i)
     close(at(i), "this runtime launches past the driver's functions");
 }
@@ -447,6 +462,14 @@ ExitFigures StableBlocks::figures_of(const DeviceBlocks& blocks) {
                       .at_gates = space.wait_seconds,
                       .for_room = seconds_of(pager.budget_wait),
                       .uses_in_ddr = pager.in_place,
+                      .moving = space.moving_seconds,
+                      .both_ways = space.both_ways_seconds,
+                      .remapping = space.remap_seconds,
+                      .finding = space.prepare_seconds,
+                      .ddr_made = space.host_made,
+                      .shown = space.shown,
+                      .ahead = pager.ahead,
+                      .late = pager.demanded,
                       .step = pager.period,
                       .launches = metrics().value<Metric::kLaunches>(),
                       .opaque_launches = metrics().value<Metric::kOpaqueLaunches>(),

@@ -95,6 +95,11 @@ class StableBlocks {
   [[nodiscard]] CallResult share_with(DeviceOrdinal owner, DeviceOrdinal other) noexcept;
   [[nodiscard]] std::uint64_t peers_of(DeviceOrdinal owner) noexcept;  // as bits
 
+  // The block around an address, if there is one, can be reached until it moves.
+  void show(DevicePointer address) noexcept;
+  // Every block can be reached wherever it lies, now and later: there are those who name none.
+  void keep_reachable() noexcept;
+
   // Makes `bytes` of HBM free for others. Returns what blocks gave up.
   Bytes give_way(DeviceOrdinal device, Bytes bytes) noexcept;
   // What may be in HBM follows what the wall leaves.

@@ -271,6 +271,7 @@ template <typename Real>
 CallResult get_attribute(const Call<Real>& call, void* value, int attribute, DevicePointer address) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kQuery);
+  if (guard.outermost()) stable_blocks().show(address);
   const CallResult result = call.real(value, attribute, address);
   if (result == kSuccess && guard.outermost()) describe_block(attribute, value, address);
   return result;
@@ -280,6 +281,7 @@ CallResult get_attributes(const Call<Real>& call, unsigned how_many, int* attrib
                           DevicePointer address) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kQuery);
+  if (guard.outermost()) stable_blocks().show(address);
   const CallResult result = call.real(how_many, attributes, values, address);
   if (result != kSuccess || !guard.outermost() || attributes == nullptr || values == nullptr) return result;
   for (unsigned i = 0; i < how_many; ++i) describe_block(attributes[i], values[i], address);
