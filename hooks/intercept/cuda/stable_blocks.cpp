@@ -215,7 +215,10 @@ Bytes StableBlocks::give_way(DeviceOrdinal device, Bytes bytes) noexcept try {
   (void)follow_the_wall(*blocks);
   const Bytes before = space.hbm_held();
   (void)blocks->pager->make_room(bytes);
-  space.set_hbm_budget(saturating_sub(follow_the_wall(*blocks), bytes));
+  const Bytes left = saturating_sub(follow_the_wall(*blocks), bytes);
+  space.set_hbm_budget(left);
+  // Somebody may have taken a part of that room before the budget said that it was gone.
+  if (space.hbm_held() > left) (void)blocks->pager->make_room(1_B);
   return saturating_sub(before, space.hbm_held());
 } catch (...) {
   return {};
