@@ -13,8 +13,9 @@ namespace terrace {
 namespace {
 constexpr std::chrono::milliseconds kIdle{10};  // between looks where nothing is used
 constexpr std::uint64_t kTravelShare = 8;       // of the budget, for blocks that do not stay
-// Of the largest size, for them at least: in use, leaving, coming, come.
-constexpr std::uint64_t kTravellers = 4;
+// Of the largest size, for them at least: in use, leaving, on their way out and in, come. With one less the
+// link pauses in either direction; less than that, where all but one would travel.
+constexpr std::uint64_t kTravellers = 5;
 constexpr int kTries = 4;  // others may send away what has just come back
 }  // namespace
 
@@ -65,7 +66,8 @@ void StablePager::choose_what_stays(const std::vector<StableSpace::View>& blocks
   if (lesson_ == schedule_.lessons() && changed < largest) return;
   lesson_ = schedule_.lessons();
   stays_in_ = hbm;
-  travel_ = std::min(options_.bytes_ahead, std::max(hbm / kTravelShare, largest * kTravellers));
+  const Bytes travellers = std::min(largest * kTravellers, saturating_sub(hbm, largest));
+  travel_ = std::min(options_.bytes_ahead, std::max({hbm / kTravelShare, travellers, largest}));
   std::vector<CycleUse> cycle;
   for (const std::uint32_t number : schedule_.cycle()) {
     const auto size = sizes.find(number);

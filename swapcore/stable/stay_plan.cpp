@@ -10,8 +10,11 @@ namespace {
 // Bytes held at each place of the cycle: adds to a range, and knows the most in one.
 class Held {
  public:
-  explicit Held(std::size_t places) : leaves_(std::bit_ceil(places)), most_(2 * leaves_), added_(2 * leaves_) {}
-  [[nodiscard]] Bytes most(std::size_t first, std::size_t end) const { return most(1, 0, leaves_, first, end); }
+  explicit Held(std::size_t places)
+      : leaves_(std::bit_ceil(places)), most_(2 * leaves_), added_(2 * leaves_) {}
+  [[nodiscard]] Bytes most(std::size_t first, std::size_t end) const {
+    return most(1, 0, leaves_, first, end);
+  }
   void add(std::size_t first, std::size_t end, Bytes size) { add(1, 0, leaves_, first, end, size); }
 
  private:
@@ -19,10 +22,11 @@ class Held {
     if (end <= from || to <= first) return {};
     if (first <= from && to <= end) return most_[node];
     const std::size_t middle = (from + to) / 2;
-    return added_[node] + std::max(most(2 * node, from, middle, first, end),
-                                   most(2 * node + 1, middle, to, first, end));
+    return added_[node] +
+           std::max(most(2 * node, from, middle, first, end), most(2 * node + 1, middle, to, first, end));
   }
-  void add(std::size_t node, std::size_t from, std::size_t to, std::size_t first, std::size_t end, Bytes size) {
+  void add(std::size_t node, std::size_t from, std::size_t to, std::size_t first, std::size_t end,
+           Bytes size) {
     if (end <= from || to <= first) return;
     if (first <= from && to <= end) {
       most_[node] += size;
