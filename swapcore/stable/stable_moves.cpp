@@ -36,9 +36,9 @@ void StableSpace::serve(const std::stop_token& stop) {
   leave_signals_to_others();
   (void)device_.bind_thread();
   Flights flights;
-  for (;;) {
+  std::uint64_t seen = 0;
+  for (bool finished = false;;) {
     std::vector<Move> next;
-    std::uint64_t seen = 0;
     {
       std::unique_lock lock(mutex_);
       note_time(flights);
@@ -49,8 +49,9 @@ void StableSpace::serve(const std::stop_token& stop) {
         (void)changed_.wait(lock, stop, [this] { return has_work(); });
         noted_at_ = steady_clock().now();
       }
-      seen = orders_given_;
-      next = next_moves(flights);
+      // Orders may be many: what could not be carried out cannot yet, unless something has changed.
+      if (flights.empty() || finished || seen != news_) next = next_moves(flights);
+      seen = news_;
       const bool busy = !flights.empty() || !next.empty();
       busy_.store(busy, std::memory_order_relaxed);
       if (!busy && stop.stop_requested()) return;
@@ -58,12 +59,12 @@ void StableSpace::serve(const std::stop_token& stop) {
     const bool started = !next.empty();
     if (started) start(next);
     std::move(next.begin(), next.end(), std::back_inserter(flights));
-    const bool finished = finish_some(flights) > 0;
+    finished = finish_some(flights) > 0;
     if (flights.empty() && everything_shut_) {
       everything_shut_ = false;
       everything_.open();
     }
-    if (!started && !finished && !flights.empty()) await_change(seen);
+    if (!started && !finished && !flights.empty()) await_news(seen);
   }
 }
 
@@ -83,9 +84,9 @@ void StableSpace::note_time(const Flights& flights) {
 }
 
 // Until an order is given, or for a moment: no device tells of one of several events.
-void StableSpace::await_change(std::uint64_t seen) {
+void StableSpace::await_news(std::uint64_t seen) {
   std::unique_lock lock(mutex_);
-  (void)changed_.wait_for(lock, kLookEvery, [&] { return orders_given_ != seen; });
+  (void)changed_.wait_for(lock, kLookEvery, [&] { return news_ != seen; });
 }
 
 bool StableSpace::can_move(const StableBlock& block, Bytes room) const {
@@ -134,7 +135,7 @@ std::vector<StableSpace::Move> StableSpace::next_moves(const Flights& flights) {
     if (!move.burial) (move.to == Place::kHbm ? up : down).add(move.block->size);
   }
   Bytes room = backing_->hbm_room();
-  for (auto order = orders_.begin(); order != orders_.end();) {
+  for (auto order = orders_.begin(); order != orders_.end() && !(up.full(batch_) && down.full(batch_));) {
     StableBlock& block = **order;
     const bool comes = block.wanted == Place::kHbm;
     Way& way = comes ? up : down;

@@ -16,6 +16,7 @@ constexpr std::uint64_t kTravelShare = 8;       // of the budget, for blocks tha
 // Of the largest size, for them at least: in use, leaving, on their way out and in, come. With one less the
 // link pauses in either direction; less than that, where all but one would travel.
 constexpr std::uint64_t kTravellers = 5;
+constexpr int kRest = 3;   // times what planning took, between plans
 constexpr int kTries = 4;  // others may send away what has just come back
 }  // namespace
 
@@ -36,8 +37,12 @@ void StablePager::serve(const std::stop_token& stop) {
     catch_up();
     const bool under_way = read_ != before || wake_ || space_.busy();
     wake_ = false;
+    const Nanoseconds from = steady_clock().now();
     if (under_way && space_.any_in_ddr() && !space_.paused()) order_ahead();
-    const auto pause = under_way ? options_.look_every : std::chrono::microseconds(kIdle);
+    // Where blocks are many, uses that wait for one find the lock free most of the time.
+    const Nanoseconds rest = (steady_clock().now() - from) * kRest;
+    const Nanoseconds pause =
+        under_way ? std::max<Nanoseconds>(options_.look_every, rest) : Nanoseconds(kIdle);
     (void)woken_.wait_for(lock, stop, pause, [this] { return wake_; });
   }
 }

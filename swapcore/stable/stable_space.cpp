@@ -150,7 +150,7 @@ StableBlock* StableSpace::block_at(Address at) const {
 
 void StableSpace::enqueue(StableBlock& block) {
   if (block.queued) return;
-  ++orders_given_;
+  ++news_;
   block.queued = true;
   orders_.push_back(&block);
   changed_.notify_all();
@@ -287,6 +287,7 @@ bool StableSpace::pause(std::chrono::milliseconds patience) {
 void StableSpace::resume() {
   const std::lock_guard lock(mutex_);
   pauses_.fetch_sub(1, std::memory_order_acq_rel);
+  ++news_;
   changed_.notify_all();
 }
 
@@ -338,6 +339,7 @@ StableSpace::Counters StableSpace::counters() const {
 void StableSpace::set_hbm_budget(Bytes budget) {
   backing_->set_hbm_budget(budget);
   const std::lock_guard lock(mutex_);
+  ++news_;
   changed_.notify_all();
 }
 
@@ -434,6 +436,7 @@ void StableSpace::Uses::begin_everything(StreamSlot slot) {
     } while (!space.everything_.try_enter());
     const std::lock_guard lock(space.mutex_);
     space.everything_waits_.fetch_sub(1, std::memory_order_acq_rel);
+    ++space.news_;
     space.changed_.notify_all();
   }
   everything_ = true;

@@ -221,7 +221,7 @@ class StableSpace {
   [[nodiscard]] Status exchange(const Move& move);
   void settle(Move& move, const Status& moved);
   void bury(Move& move, const Status& quiet);
-  void await_change(std::uint64_t seen);
+  void await_news(std::uint64_t seen);
   void note_time(const Flights& flights);  // mutex_ held
 
   // Any thread's: maps a block in DDR at its address.
@@ -264,7 +264,7 @@ class StableSpace {
   std::deque<StableBlock*> orders_;
   std::uint32_t made_ = 0;                // blocks so far
   std::uint64_t freed_ = 0, buried_ = 0;  // of them
-  std::uint64_t orders_given_ = 0;
+  std::uint64_t news_ = 0;                // orders, and what lets others be carried out
   Counters counters_;
   std::jthread mover_;  // last: it uses all of the above
 };
