@@ -16,8 +16,9 @@ constexpr std::uint64_t kTravelShare = 8;       // of the budget, for blocks tha
 // Of the largest size, for them at least: in use, leaving, on their way out and in, come. With one less the
 // link pauses in either direction; less than that, where all but one would travel.
 constexpr std::uint64_t kTravellers = 5;
-constexpr int kRest = 3;   // times what planning took, between plans
-constexpr int kTries = 4;  // others may send away what has just come back
+constexpr std::uint64_t kBlocksForRoom = 8;  // in HBM, of which one may stay free
+constexpr int kRest = 3;                     // times what planning took, between plans
+constexpr int kTries = 4;                    // others may send away what has just come back
 }  // namespace
 
 StablePager::StablePager(StableSpace& space, const Options& options)
@@ -92,6 +93,7 @@ StablePager::Pages StablePager::pages() const {
       leaving += view.size;
     }
     if (view.awaits_room) awaited += view.size;
+    pages.largest = std::max(pages.largest, view.size);
     if (view.coming) pages.coming += view.size;
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
@@ -107,8 +109,21 @@ StablePager::Pages StablePager::pages() const {
   return pages;
 }
 
+// While nothing is known of what comes: the next block that is asked for comes at once, and what makes room
+// for the one after it leaves meanwhile. Of a few blocks that would be too large a part.
+void StablePager::keep_room() {
+  const Pages now = pages();
+  if (space_.hbm_budget() < now.largest * kBlocksForRoom) return;
+  for (const Address at : terrace::make_room(now.blocks, now.room, now.largest, {})) {
+    (void)space_.order(at, Place::kDdr);
+  }
+}
+
 void StablePager::order_ahead() {
-  if (!schedule_.learned()) return;
+  if (!schedule_.learned()) {
+    keep_room();
+    return;
+  }
   counters_.period = schedule_.period();
   choose_what_stays(space_.blocks());
   const Pages now = pages();

@@ -4,7 +4,8 @@
 // others compute: from a thread of its own, so that a use pays nothing for it. A part of HBM is for blocks
 // that travel; the rest is for those that stay, of each step the same (stay_plan.hpp). A use of a block that
 // is in DDR brings it back and waits; where no room can be made, the block is used where it lies, over the
-// link. Until a step is learned nothing comes ahead of its use.
+// link. Until a step is learned nothing comes ahead of its use; but room for one block
+// is kept, so that what comes need not wait for what leaves.
 //
 // Any thread may call. Why: docs/design/0013-stable-addresses.md.
 #pragma once
@@ -60,11 +61,13 @@ class StablePager {
   void serve(const std::stop_token& stop);
   void catch_up();     // with what has been used; mutex_ held
   void order_ahead();  // mutex_ held
+  void keep_room();    // mutex_ held
   struct Pages {
     std::vector<PagedBlock> blocks;
     Bytes free;    // that nobody waits for
     Bytes room;    // with that of what leaves
     Bytes coming;  // on their way to HBM
+    Bytes largest;
     std::vector<Address> leaving;
   };
   [[nodiscard]] Pages pages() const;                                     // mutex_ held

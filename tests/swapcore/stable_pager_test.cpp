@@ -85,6 +85,24 @@ TEST(StablePager, ALearnedStepComesAheadOfItsUse) {
   EXPECT_EQ(after.in_place, before.in_place);
 }
 
+// Whatever is asked for next comes at once, while what makes room for the one after it leaves.
+TEST(StablePager, WhileNoStepIsKnownRoomForOneBlockIsKept) {
+  StableRig rig({.hbm = 8 * kBlock});
+  Program program(rig);
+  program.make(12);
+  std::mt19937 random(5);
+  for (int i = 0; i < 100; ++i) {
+    const Address at = program.all[random() % program.all.size()];
+    program.launch({at}, [at] { std::memset(at, 1, 64); });
+  }
+  EXPECT_EQ(program.pager.counters().period, 0U);
+  for (int looks = 0; looks < 2000 && rig.space->hbm_room() < kBlock; ++looks) {
+    program.launch({program.all[0]}, [] {});
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(rig.space->hbm_room(), kBlock);
+}
+
 // Of 24 blocks 12 fit. Those that cannot stay, and the four places they travel through, cross the link once
 // each way in a step and no others; both ways at once; in memory that was there.
 TEST(StablePager, ALearnedStepMovesWhatCannotStayAndNoMore) {
