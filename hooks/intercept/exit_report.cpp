@@ -16,6 +16,13 @@ std::string share(double part, double whole) {
   return text;
 }
 
+std::string rate(Bytes bytes, double in_seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, " at %.1f GB/s",
+                in_seconds > 0 ? static_cast<double>(bytes.count()) * 1e-9 / in_seconds : 0.0);
+  return text;
+}
+
 }  // namespace
 
 std::string exit_report(const ExitFigures& figures) {
@@ -24,8 +31,9 @@ std::string exit_report(const ExitFigures& figures) {
   const double stalled = figures.for_restores + figures.at_gates + figures.for_room;
   std::string lines = begin + "HBM peak " + format_bytes(figures.hbm_peak) + " of " +
                       format_bytes(figures.hbm_budget) + ", DDR peak " + format_bytes(figures.ddr_peak) +
-                      "; spilled " + format_bytes(figures.spilled) + ", restored " +
-                      format_bytes(figures.restored) + "\n";
+                      "; spilled " + format_bytes(figures.spilled) +
+                      rate(figures.spilled, figures.spill_seconds) + ", restored " +
+                      format_bytes(figures.restored) + rate(figures.restored, figures.restore_seconds) + "\n";
   lines += begin + "waited " + seconds(stalled) + " (" + share(stalled, figures.run) +
            " of the run): " + seconds(figures.for_restores) + " for blocks to come back, " +
            seconds(figures.at_gates) + " at moving ones, " + seconds(figures.for_room) + " for room; " +

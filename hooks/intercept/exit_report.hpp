@@ -12,6 +12,7 @@ namespace terrace::hooks {
 struct ExitFigures {
   int device = 0;
   Bytes hbm_budget{}, hbm_peak{}, ddr_peak{}, spilled{}, restored{};
+  double spill_seconds = 0, restore_seconds = 0;        // of the link's, each direction for itself
   double run = 0;                                       // seconds from the first block on
   double for_restores = 0, at_gates = 0, for_room = 0;  // seconds that threads of the program waited
   std::uint64_t uses_in_ddr = 0;

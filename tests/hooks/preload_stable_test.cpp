@@ -17,6 +17,7 @@ using test::Settings;
 using test::value_in;
 using test::value_of;
 using test::values_of;
+using testing::ContainsRegex;
 using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -230,6 +231,7 @@ TEST(PreloadStable, SaysAtTheEndWhatTravelledAndWhatALargerBudgetWouldDo) {
   EXPECT_THAT(ended.err, HasSubstr("device 0: HBM peak 96.0 MiB of 96.0 MiB, DDR peak "));
   EXPECT_THAT(ended.err, HasSubstr("a step of 32 uses was learned; 186 launches read"));
   EXPECT_THAT(ended.err, HasSubstr("with hbm.budget = \"128MiB\" nothing would have left"));
+  EXPECT_THAT(ended.err, ContainsRegex("; spilled [0-9.]+ MiB at [0-9.]+ GB/s, restored "));
   EXPECT_THAT(ended.err, HasSubstr("device 0: blocks were on their way for "));
   EXPECT_EQ(std::count(ended.err.begin(), ended.err.end(), '\n'), 5) << ended.err;
   const Ended fits = run_guest("under-kernels", small({"TERRACE_HBM_BUDGET=1GiB"}));

@@ -41,6 +41,10 @@ bool ends_the_form(Errc code) {
   return code != Errc::kOutOfBudget && code != Errc::kOutOfMemory && code != Errc::kCancelled;
 }
 
+double link_seconds(Direction direction, CopyReason reason) {
+  return static_cast<double>(metrics().value<Metric::kTransferSeconds>(direction, reason)) * 1e-9;
+}
+
 Address address_of(DevicePointer pointer) { return reinterpret_cast<Address>(pointer); }
 const void* pointer_to(DevicePointer pointer) { return reinterpret_cast<const void*>(pointer); }
 
@@ -460,6 +464,8 @@ ExitFigures StableBlocks::figures_of(const DeviceBlocks& blocks) {
                       .ddr_peak = space.in_ddr_peak,
                       .spilled = space.spilled,
                       .restored = space.restored,
+                      .spill_seconds = link_seconds(Direction::kD2H, CopyReason::kSpill),
+                      .restore_seconds = link_seconds(Direction::kH2D, CopyReason::kRestore),
                       .run = seconds_of(steady_clock().now() - blocks.opened),
                       .for_restores = seconds_of(pager.restore_wait),
                       .at_gates = space.wait_seconds,
