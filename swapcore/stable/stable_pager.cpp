@@ -16,9 +16,9 @@ constexpr std::uint64_t kTravelShare = 8;       // of the budget, for blocks tha
 // Of the largest size, for them at least: in use, leaving, on their way out and in, come. With one less the
 // link pauses in either direction; less than that, where all but one would travel.
 constexpr std::uint64_t kTravellers = 5;
-constexpr std::uint64_t kBlocksForRoom = 8;  // in HBM, of which one may stay free
-constexpr int kRest = 3;                     // times what planning took, between plans
-constexpr int kTries = 4;                    // others may send away what has just come back
+constexpr std::uint64_t kBlocksForRoom = 24;  // in HBM, of which one may stay free
+constexpr int kRest = 3;                      // times what planning took, between plans
+constexpr int kTries = 4;                     // others may send away what has just come back
 }  // namespace
 
 StablePager::StablePager(StableSpace& space, const Options& options)

@@ -87,9 +87,9 @@ TEST(StablePager, ALearnedStepComesAheadOfItsUse) {
 
 // Whatever is asked for next comes at once, while what makes room for the one after it leaves.
 TEST(StablePager, WhileNoStepIsKnownRoomForOneBlockIsKept) {
-  StableRig rig({.hbm = 8 * kBlock});
+  StableRig rig({.hbm = 24 * kBlock});
   Program program(rig);
-  program.make(12);
+  program.make(32);
   std::mt19937 random(5);
   for (int i = 0; i < 100; ++i) {
     const Address at = program.all[random() % program.all.size()];
