@@ -40,7 +40,7 @@ class Budgets(ctypes.Structure):
         ("hbm", ctypes.c_uint64),
         ("ddr", ctypes.c_uint64),
         ("activations", ctypes.c_uint64),
-        ("optimizer_in_ddr", ctypes.c_int32),
+        ("optimizer_tier", ctypes.c_int32),
         ("off", ctypes.c_int32),
     ]
 

@@ -23,6 +23,9 @@ from .weights import Weights
 from .wrappers import Wrappers
 
 
+OPTIMIZER_TIERS = ("hbm", "ddr", "auto")  # as terrace_stash.h numbers them
+
+
 class Settings:
     """What may be said in a program instead of in the policy."""
 
@@ -31,7 +34,7 @@ class Settings:
         self.saved_budget = saved_budget  # bytes of HBM for saved tensors; None: as the policy says
         self.smallest = smallest  # bytes of a tensor that is worth moving
         self.ddr_budget = ddr_budget  # 0: as the policy says
-        self.optimizer = optimizer  # "hbm" or "ddr"; None: as the policy says
+        self.optimizer = optimizer  # "hbm", "ddr" or "auto"; None: as the policy says
         self.emulated_link = emulated_link  # bytes a second
         self.update_room = update_room  # bytes of HBM for optimizer state in an update; None: as the budget leaves
         self.join_daemon = join_daemon
@@ -64,6 +67,7 @@ class Plugin:
         self.states.update_room = self._update_room
         self.states.make_room = self._make_room_in_update
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
+        self._tier_follows = self._sends = False
         self._wrappers = Wrappers()
         self._segments = GrowingSegments()
 
@@ -140,8 +144,7 @@ class Plugin:
             stash.close()
             self._off = True
             return None
-        if settings.optimizer is None:
-            self.states.tier_is_ddr = budgets.optimizer_in_ddr != 0
+        tier = settings.optimizer or OPTIMIZER_TIERS[budgets.optimizer_tier]
         lease = Lease(stash)
         on_gpu = self._kind == "cuda"
         memory = TorchMemory(device, self._segments) if on_gpu else KnownMemory(lambda: self._known_bytes(device))
@@ -152,11 +155,23 @@ class Plugin:
         ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
         ledger.memory = memory
         self._ledgers[device] = ledger
-        if self.states.tier_is_ddr:
+        self._tier_follows = self._tier_follows or tier == "auto"
+        if tier == "ddr":
+            self._send_what_updates_need()
+        return ledger
+
+    def _send_what_updates_need(self):
+        """From now on optimizer state leaves, and gradients and weights where they have no room."""
+        if not self._sends:
+            self._sends = self.states.tier_is_ddr = True
             self.gradients.watch()
             self._wrappers.zeroing_without(self.gradients.drop_absent)
             self._wrappers.after_apply(self._on_apply)
-        return ledger
+
+    def _follow(self, ledger):
+        """Where nobody has said in which tier optimizer state is to be: once HBM has been short, in DDR."""
+        if self._tier_follows and ledger.budget.has_been_short:
+            self._send_what_updates_need()
 
     def _known_bytes(self, device):
         """On a device without an allocator: what is known to be there."""
@@ -189,6 +204,8 @@ class Plugin:
     def _tiers(self, device):
         """The ledger of a device where what an update needs may be in DDR, or None."""
         ledger = self.ledger_of(device)
+        if ledger is not None and self._tier_follows and not self.states.tier_is_ddr and ledger.is_short():
+            self._send_what_updates_need()
         return ledger if ledger is not None and self.states.tier_is_ddr else None
 
     def _on_register(self, parameter):
@@ -213,6 +230,7 @@ class Plugin:
                 self.weights.make_room(ledger, nbytes, keys)
 
     def _begin_round(self, ledger):
+        self._follow(ledger)
         if self.states.tier_is_ddr:
             self.gradients.hook(ledger, Parameters.alive())
             ledger.states.purge()
@@ -232,6 +250,7 @@ class Plugin:
         for ledger in self._ledgers.values():
             if not ledger.closed:
                 ledger.settle()
+                self._follow(ledger)
                 if self.states.tier_is_ddr:
                     self.gradients.hook(ledger, Parameters.alive())
                     self.weights.at_rest(ledger, Parameters.all, make_room=False)
