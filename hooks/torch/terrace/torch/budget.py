@@ -297,7 +297,7 @@ class DeviceBudget:
         overflow = self._lease.overflow
         if overflow == 0:
             self._in_vain = self._looks_to_skip = 0
-        elif now.reserved - now.allocated >= overflow // 4:
+        elif now.reserved - now.allocated >= overflow // 2:
             if self._looks_to_skip == 0:
                 self._wants_cache_back = True
             else:
