@@ -89,6 +89,7 @@ class DeviceBudget:
     LEAST = 0.05  # of the budget: with less room for saved tensors, others make room
     AT_FIRST = 3  # of the room saved tensors take one part in so many, until a round has shown more
     LARGE = 3  # at first, so many tensors as large as the largest stay free
+    HALF_FULL = 0.5  # of the budget in use: below, what leaves in a round that nobody knows leaves out of care
     UNSEEN_AT_FIRST = 0.08  # of the budget: what operators are taken to need before any has been seen
     # Shares of the budget that stay free on top, learned from rounds that were known and did not fit all the same.
     MORE_SLACK = 0.01  # at a time
@@ -104,6 +105,7 @@ class DeviceBudget:
         self._read_every = read_every
         self._since = self._read_every
         self._outside = 0  # held on the device by others than PyTorch's allocator
+        self._in_use = 0  # on the device
         self._others = 0  # held by PyTorch's, beside what is saved and on its way; now
         self._drift = 0  # more than a round like this one held at this place
         self._largest = 0
@@ -143,6 +145,7 @@ class DeviceBudget:
         self._lease.refresh()
         self._others = max(0, now.allocated - at.held - at.states)
         in_hbm = now.reserved - self._lease.overflow
+        self._in_use = max(in_hbm, self._lease.used)
         self._outside = max(0, self._lease.used - in_hbm) if self._lease.used else 0
         self.overflow_peak = max(self.overflow_peak, self._lease.overflow)
         if self._lease.refusals > self._refusals:
@@ -195,9 +198,13 @@ class DeviceBudget:
         if self._since >= self._read_every:
             self._look(at)
         left = self._usable() - self._beside(at) - at.states
-        if at.held > left and left < self._most:
+        # Care in a round that nobody knows is not yet a want of memory.
+        if at.held > left and left < self._most and (self._last is not None or self._is_half_full()):
             self._press()
         return min(self._most, left)
+
+    def _is_half_full(self):
+        return self._in_use > self._lease.limit() * self.HALF_FULL
 
     def _usable(self):
         return int(self._lease.limit() * (1 - self.SPARE)) - self._outside - self._slack
