@@ -28,9 +28,8 @@ MODES = {  # what the scripts are asked for
     "moe-checkpoint": (MOE, []),
     "moe-lora": (MOE, ["--lora", "--no-checkpoint"]),
 }
-# (case, budget in GiB, as a share of the script's peak in a quick run, where optimizer state is)
-PRESSURE = (("gpt-plain", 48, 0.83, "hbm"), ("gpt-plain", 40, 0.69, "ddr"), ("gpt-plain", 28, 0.49, "ddr"),
-            ("moe", 68, 0.88, "hbm"), ("moe", 62, 0.80, "hbm"))
+# (case, budget in GiB, as a share of the script's peak in a quick run)
+PRESSURE = (("gpt-plain", 48, 0.83), ("gpt-plain", 40, 0.69), ("gpt-plain", 28, 0.49), ("moe", 68, 0.88), ("moe", 62, 0.80))
 EMULATED_LINK = 8e9  # bytes a second, each direction: hooks/c_abi/stash_abi.cpp
 QUICK = {GPT: "--layers 3 --dim 128 --heads 4 --batch 8 --seq 128 --vocab 256 --steps 3 --warmup 2".split(),
          MOE: "--layers 2 --hidden 128 --experts 4 --top-k 2 --moe-intermediate 128 --batch 4 --seq 128 --vocab 512 --steps 4 "
@@ -85,7 +84,7 @@ class Bench:
         path.write_text(f'version = 1\n[hbm]\nbudget = "{int(budget) >> 10}KiB"\nreserve = "0"\n[optimizer]\ntier = "{tier}"\n')
         return path
 
-    def run(self, case, more=(), budget=None, tier="hbm", phases=False):
+    def run(self, case, more=(), budget=None, tier="auto", phases=False):
         """What the script printed, as dictionaries in one; {} and a word on stderr where it failed."""
         with tempfile.TemporaryDirectory() as folder:
             return self.run_in(Path(folder), case, more, budget, tier, phases)
@@ -149,7 +148,7 @@ class Bench:
         if not peak:
             return
         for share in (200, 80, 60, 40) if size or self.quick else (60,):
-            got = self.run(case, more, peak * share // 100, "ddr" if share <= 60 else "hbm")
+            got = self.run(case, more, peak * share // 100, self.options.tier)
             same = bool(got) and got["losses"] == plain["losses"]
             if got and not same:
                 print(f"preload: {case}{size}@{share}%: {first_difference(got['losses'], plain['losses'])}", file=sys.stderr)
@@ -157,7 +156,7 @@ class Bench:
             print_row(f"{case}{size}@{share}%", "terrace", "losses_equal", int(same), "bool")
 
     def pressure(self):
-        for case, gib, share, tier in PRESSURE:
+        for case, gib, share in PRESSURE:
             if case not in self.chosen(MODES):
                 continue
             plain, peak = self.peak(case)
@@ -169,7 +168,7 @@ class Bench:
             times = {phase: ms / 1e3 for phase, ms in plain["times"].items()}
             whole = sum(times.values())
             floor = max(1.0, floor_seconds(times, max(0, peak - budget), plain["state_bytes"], rates) / whole)
-            ratio, same = self.pairs(case, self.options.pairs or 3, budget, self.options.tier or tier)
+            ratio, same = self.pairs(case, self.options.pairs or 3, budget, self.options.tier)
             if ratio is None:
                 continue
             print_row(name, "terrace", "step_time_ratio", ratio, "ratio", floor)
@@ -185,7 +184,7 @@ class Bench:
         for case in self.chosen(("gpt-plain", "gpt-checkpoint", "moe", "moe-checkpoint")):
             _, peak = self.peak(case)
             if peak:
-                ratio, _ = self.pairs(case, self.options.pairs or 30, peak * 2, "hbm")
+                ratio, _ = self.pairs(case, self.options.pairs or 30, peak * 2, self.options.tier)
                 if ratio is not None:
                     print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio, "ratio", 1.0)
 
@@ -216,7 +215,7 @@ def main():
     parser.add_argument("--allocator", default="native", choices=["native", "terrace"])
     parser.add_argument("--part", choices=["bits", "pressure", "idle"], help="one part; all where none is named")
     parser.add_argument("--case", choices=list(MODES), help="one script in one mode")
-    parser.add_argument("--tier", choices=["hbm", "ddr"], help="of optimizer state in the pressure rows, instead of each row's own")
+    parser.add_argument("--tier", choices=["auto", "hbm", "ddr"], default="auto", help="of optimizer state")
     parser.add_argument("--pairs", type=int, help="3 under pressure and 30 without, where none is given")
     parser.add_argument("--deterministic", action="store_true", help="in the pairs too")
     parser.add_argument("--quick", action="store_true", help="tiny models, budgets as shares of their peaks")

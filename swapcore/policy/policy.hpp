@@ -41,7 +41,7 @@ enum class RuleAction : std::uint8_t { kAuto, kHbm, kDdr, kDiscard };
 [[nodiscard]] const char* name_of(RuleAction action);  // "auto", "hbm", "ddr", "discard"
 enum class RulePhase : std::uint8_t { kAny, kForward, kRecompute };
 enum class SpillFormat : std::uint8_t { kExact, kFp8 };
-// kAuto: HBM in the trainer; in a PyTorch program DDR from when HBM is short on, and as far as it is.
+// kAuto: HBM in the trainer; in a PyTorch program DDR once what saved tensors can give up does not suffice.
 enum class StateTier : std::uint8_t { kHbm, kDdr, kAuto };
 enum class MemoryReport : std::uint8_t { kPhysical, kExtended };
 enum class SpillWord : std::uint8_t { kAuto, kAlways, kOff };

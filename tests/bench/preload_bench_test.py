@@ -38,8 +38,8 @@ class Floor(unittest.TestCase):
 class Rows(unittest.TestCase):
     def rows(self, run, part, **more):
         options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native", case="gpt-plain",
-                                  tier=None, pairs=3, deterministic=False, quick=True, **more)
-        bench = preload.Bench(options, ".")
+                                  tier="auto", pairs=3, deterministic=False, quick=True, jobs=1, size=None, **more)
+        bench = preload.Bench(options)
         bench.run = run
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -75,15 +75,17 @@ class Rows(unittest.TestCase):
         self.assertTrue(bench.bad)
 
     def test_a_script_that_fails_has_no_row_and_is_named(self):
-        ended = SimpleNamespace(returncode=1, stdout="")
+        ended = SimpleNamespace(returncode=1, stdout="", stderr="terrace: a line of ours\nRuntimeError: what went wrong\n")
         said = io.StringIO()
         with mock.patch.object(preload.subprocess, "run", lambda *_, **__: ended), contextlib.redirect_stderr(said):
             options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native",
-                                      case="gpt-plain", tier=None, pairs=1, deterministic=False, quick=True)
-            bench = preload.Bench(options, ".")
+                                      case="gpt-plain", tier="auto", pairs=1, deterministic=False, quick=True, jobs=1,
+                                      size=None)
+            bench = preload.Bench(options)
             bench.idle()
         self.assertTrue(bench.bad)
         self.assertIn("gpt-plain failed with exit code 1", said.getvalue())
+        self.assertIn("preload: RuntimeError: what went wrong\n", said.getvalue())
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Runner(unittest.TestCase):
                 return (0 if mode == "plain" else code, (plain if mode == "plain" else under).splitlines(), "", 1.0)
 
             with mock.patch.object(run, "run", ended), mock.patch.object(run, "why_not", lambda *_: ""):
-                rows = run.rows_of(item, None, 1, None)
+                rows = run.rows_of(item, None, 1)
             self.assertEqual([row["outcome"] for row in rows], ["same", outcome, outcome])
 
 

@@ -24,11 +24,13 @@ WEIGHTS = LAYER * LAYERS
 
 
 @contextlib.contextmanager
-def budget(nbytes, **settings):
-    """The plugin with so many bytes of HBM for everything, and all that an update needs in DDR."""
+def budget(nbytes, tier="ddr", **settings):
+    """The plugin with so many bytes of HBM for everything, and all that an update needs in DDR. No `tier`: nothing is said."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as policy:
         policy.write(f'version = 1\n[hbm]\nbudget = "{nbytes // 1024}KiB"\nreserve = "0"\n'
-                     '[ddr]\nbudget = "256MiB"\nhugepages = false\n[optimizer]\ntier = "ddr"\n')
+                     '[ddr]\nbudget = "256MiB"\nhugepages = false\n')
+        if tier is not None:
+            policy.write(f'[optimizer]\ntier = "{tier}"\n')
         policy.flush()
         os.environ["TERRACE_POLICY"] = policy.name
         try:
@@ -81,6 +83,39 @@ def lambda_free(x: torch.Tensor) -> torch.Tensor:
 
 def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+class NothingSaid(unittest.TestCase):
+    """Weights, gradients and state are 2 MiB; what is saved is the batch and what seven layers give."""
+
+    def run_with(self, rows, nbytes):
+        batch = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(4))
+
+        def losses():
+            model = layers()
+            optimizer = adamw(model)
+            seen = []
+            for _ in range(4):
+                loss = model(batch).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                seen.append(loss.detach().clone())
+            return seen
+
+        plain = losses()
+        with budget(nbytes, tier=None) as plugin:
+            self.assertTrue(models.same(losses(), plain))
+            return plugin.figures()
+
+    def test_state_stays_while_saved_tensors_suffice(self):
+        figures = self.run_with(rows=4096, nbytes=14 << 20)  # 16 MiB are saved
+        self.assertGreater(figures["spilled_bytes"], 0)
+        self.assertEqual(figures["state_bytes"], 0)
+
+    def test_state_leaves_where_they_do_not(self):
+        figures = self.run_with(rows=64, nbytes=5 * WEIGHTS // 2)
+        self.assertGreater(figures["state_bytes"], 0)
 
 
 class Gradients(unittest.TestCase):

@@ -59,8 +59,6 @@ class FixedBudget:
     def end_round(self, at):
         return None
 
-    has_been_short = False  # nobody says
-
     def wants_cache_back(self):
         """Whether memory that PyTorch keeps and does not use is to go back to the driver; then cache_went_back()."""
         return False
@@ -181,11 +179,6 @@ class DeviceBudget:
             self._needs.add(began_at.place, others, need, began_at.alive, began_at.in_backward)
             self._round_peak = max(self._round_peak, need + ours)
         self._made, self._least_held = 0, None
-
-    @property
-    def has_been_short(self):
-        """Something had to leave, or was refused."""
-        return self._is_short
 
     def _press(self):
         if not self._is_short:

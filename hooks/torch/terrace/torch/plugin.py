@@ -169,8 +169,9 @@ class Plugin:
             self._wrappers.after_apply(self._on_apply)
 
     def _follow(self, ledger):
-        """Where nobody has said in which tier optimizer state is to be: once HBM has been short, in DDR."""
-        if self._tier_follows and ledger.budget.has_been_short:
+        """Where nobody has said in which tier optimizer state is to be: in DDR once saved tensors alone cannot make the room,
+        for those have a whole round to travel in and it has not."""
+        if self._tier_follows and not self._sends and ledger.is_short():
             self._send_what_updates_need()
 
     def _known_bytes(self, device):
@@ -204,8 +205,8 @@ class Plugin:
     def _tiers(self, device):
         """The ledger of a device where what an update needs may be in DDR, or None."""
         ledger = self.ledger_of(device)
-        if ledger is not None and self._tier_follows and not self.states.tier_is_ddr and ledger.is_short():
-            self._send_what_updates_need()
+        if ledger is not None:
+            self._follow(ledger)
         return ledger if ledger is not None and self.states.tier_is_ddr else None
 
     def _on_register(self, parameter):
