@@ -1,6 +1,8 @@
 """What a device's budget leaves for saved tensors: pure, over an allocator that says what the test wants."""
 
 import os
+import queue
+import threading
 import unittest
 from unittest import mock
 
@@ -8,7 +10,10 @@ import torch
 
 from terrace.torch.allocator import GrowingSegments, Reading
 from terrace.torch.budget import DeviceBudget, FixedBudget, Standing
+from terrace.torch.overflow_watch import OverflowWatch
+from terrace.torch.residency import Ledger
 from terrace.torch.round_needs import RoundNeeds
+from terrace.torch.schedule import Schedule
 
 GIB = 1 << 30
 USABLE = 100 * (1 - DeviceBudget.SPARE)  # GiB
@@ -324,6 +329,62 @@ class Segments(unittest.TestCase):
     def test_a_pytorch_that_knows_no_such_setting_goes_on(self):
         self.assertEqual(self.begin(refuse=RuntimeError("Unrecognized CachingAllocator option")),
                          (False, ["expandable_segments:True"]))
+
+
+class Watch(unittest.TestCase):
+    def test_it_looks_until_it_is_ended(self):
+        looks = queue.SimpleQueue()
+        watch = OverflowWatch(lambda: looks.put(threading.current_thread()))
+        watch.INTERVAL = 0.001
+        watch.begin()
+        watch.begin()
+        first, second = looks.get(timeout=60), looks.get(timeout=60)
+        self.assertIs(first, second, "one thread")
+        watch.end()
+        self.assertFalse(first.is_alive())
+        watch.begin()
+        self.assertFalse(first.is_alive(), "for good")
+
+    def test_a_device_that_fails_ends_it(self):
+        def fail():
+            raise RuntimeError("CUDA error")
+
+        watch = OverflowWatch(fail)
+        watch.INTERVAL = 0.001
+        watch.begin()
+        watch._thread.join(timeout=60)
+        self.assertFalse(watch._thread.is_alive())
+        watch.end()
+
+
+class Relief(unittest.TestCase):
+    """A ledger whose PyTorch keeps memory, on behalf of a program whose own hooks take what is saved."""
+
+    def setUp(self):
+        self.memory, self.lease = Memory(), Lease(100 * GIB)
+        self.given_back = 0
+        streams = mock.Mock(is_capturing=lambda: False, give_back=self.give_back)
+        self.ledger = Ledger(mock.Mock(), torch.device("cpu"), self.lease, DeviceBudget(self.memory, self.lease), Schedule(), streams)
+
+    def give_back(self):
+        self.given_back += 1
+        self.lease.overflow = 0
+
+    def test_what_lies_in_ddr_and_is_free_goes_back(self):
+        self.memory.set(10 * GIB)  # and 1 GiB is cached
+        self.lease.overflow = 2 * GIB
+        self.ledger.relieve()
+        self.assertEqual(self.given_back, 1)
+
+    def test_nothing_goes_back_where_nothing_lies_there_or_most_of_it_is_in_use(self):
+        self.memory.set(10 * GIB)
+        self.ledger.relieve()
+        self.lease.overflow = 5 * GIB
+        self.ledger.relieve()
+        self.ledger.closed = True
+        self.lease.overflow = 2 * GIB
+        self.ledger.relieve()
+        self.assertEqual(self.given_back, 0)
 
 
 if __name__ == "__main__":

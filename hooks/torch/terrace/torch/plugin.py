@@ -13,6 +13,7 @@ from .gradients import Gradients
 from .lease import Lease
 from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, Stash, TerraceError
 from .optimizer_states import OptimizerStates
+from .overflow_watch import OverflowWatch
 from .parameters import Parameters
 from .residency import Ledger
 from .saved_tensors import SavedTensors
@@ -69,6 +70,7 @@ class Plugin:
         self.states.tier_is_ddr = self._settings.optimizer == "ddr"
         self._tier_follows = self._sends = False
         self._wrappers = Wrappers()
+        self._watch = OverflowWatch(self._relieve)
         self._segments = GrowingSegments()
 
     # ------------------------------------------------------------ life
@@ -85,6 +87,7 @@ class Plugin:
         self._wrappers.before_memory_is_shared(self._segments.end)
 
     def stop(self):
+        self._watch.end()
         self.states.bring_all()
         self.weights.end()
         self.gradients.unwatch()
@@ -98,6 +101,7 @@ class Plugin:
 
     def end_process(self):
         """At exit: the report. Memory and copies are left to the end of the process."""
+        self._watch.end()
         if self._off:
             return
         try:
@@ -155,6 +159,8 @@ class Plugin:
         ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
         ledger.memory = memory
         self._ledgers[device] = ledger
+        if on_gpu:
+            self._watch.begin()
         self._tier_follows = self._tier_follows or tier == "auto"
         if tier == "ddr":
             self._send_what_updates_need()
@@ -174,6 +180,10 @@ class Plugin:
         if self._tier_follows and not self._sends and ledger.is_short():
             self._send_what_updates_need()
 
+    def _relieve(self):
+        for ledger in list(self._ledgers.values()):
+            ledger.relieve()
+
     def _known_bytes(self, device):
         """On a device without an allocator: what is known to be there."""
         ledger = self._ledgers.get(device)
@@ -192,7 +202,8 @@ class Plugin:
         return sum(storages.values()) + ledger.held + ledger.states.arriving
 
     def _before_capture(self):
-        """What a graph is about to refer to is whole; what it refers to never moves."""
+        """What a graph is about to refer to is whole; what it refers to never moves. Nothing is given back meanwhile."""
+        self._watch.end()
         self._segments.end()
         self.weights.end("captured")
         self.states.bring_all()

@@ -219,6 +219,15 @@ class Ledger:
             self.budget.end_step()
             self._relieve()
 
+    def relieve(self):
+        """From a thread of its own, at any time but while something is captured."""
+        with self.lock:
+            if not self.closed:
+                self.lease.refresh()
+                if self.lease.overflow > 0:
+                    self.budget.end_step()
+                    self._relieve()
+
     def _relieve(self):
         """Memory that PyTorch keeps in DDR, or in pieces, and does not use goes back."""
         if self.budget.wants_cache_back() and not self.is_capturing():
