@@ -16,8 +16,9 @@
 extern "C" {
 #endif
 
-/* Raised when a function here changes its meaning; new functions and larger structs do not raise it. */
-#define TERRACE_STASH_ABI 1
+/* Raised when a function or a field here changes its meaning; new functions and larger structs do not raise
+   it. 2: the budgets name the tier of optimizer state, where 1 said whether it is DDR. */
+#define TERRACE_STASH_ABI 2
 
 typedef struct terrace_stash terrace_stash;
 
@@ -48,11 +49,11 @@ typedef struct terrace_stash_options {
 
 typedef struct terrace_stash_budgets {
   size_t struct_size;
-  uint64_t hbm;         /* the most that the process may hold on the device; see terrace_stash_read_lease */
-  uint64_t ddr;         /* the most that the stash may pin */
-  uint64_t activations; /* of HBM, for what backward will read; TERRACE_UNLIMITED: what the rest leaves */
+  uint64_t hbm;           /* the most that the process may hold on the device; see terrace_stash_read_lease */
+  uint64_t ddr;           /* the most that the stash may pin */
+  uint64_t activations;   /* of HBM, for what backward will read; TERRACE_UNLIMITED: what the rest leaves */
   int32_t optimizer_tier; /* as the policy says: one of TERRACE_OPTIMIZER_... */
-  int32_t off;          /* nonzero: the policy wants nothing to move */
+  int32_t off;            /* nonzero: the policy wants nothing to move */
 } terrace_stash_budgets;
 
 typedef struct terrace_stash_lease {

@@ -46,15 +46,26 @@ bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
   account.charged.fetch_sub(bytes.count());
   const ErrnoKept kept;
   try {
-    if (grow(account, device, bytes)) return true;
-    if (reclaim == Reclaim::kAllowed && source_.reclaim != nullptr && source_.reclaim(device, bytes) > 0_B &&
-        grow(account, device, bytes))
-      return true;
-    return false;
+    bool charged = grow(account, device, bytes);
+    if (reclaim == Reclaim::kNot) return charged;  // the caller may hold locks
+    if (open_books_if_wanted() && !charged) charged = grow(account, device, bytes);
+    if (charged || source_.reclaim == nullptr) return charged;
+    return source_.reclaim(device, bytes) > 0_B && grow(account, device, bytes);
   } catch (...) {  // no memory for our own notes: the driver decides
     account.charged.fetch_add(bytes.count());
     return true;
   }
+}
+
+// Whether it did. They are wanted under the account's lock, and opened without. Who allocates meanwhile does
+// not wait: it may be for him that the loader's lock is held.
+bool Wall::open_books_if_wanted() {
+  Books wanted = Books::kWanted;
+  if (books_.load(std::memory_order_relaxed) != wanted || source_.open_books == nullptr) return false;
+  if (!books_.compare_exchange_strong(wanted, Books::kOpening)) return false;
+  source_.open_books();
+  books_.store(Books::kOpen, std::memory_order_release);
+  return true;
 }
 
 bool Wall::grow(Account& account, int device, Bytes bytes) {
@@ -181,21 +192,28 @@ void Wall::measure_context(Account& account, int device) {
   account.lease->context = others <= kMostContextBytes ? others : context_beside_others(account, *facts);
 }
 
-// A charge comes before its memory and goes after it, so that what the books have beside charges is never too
-// much, and the most of several looks is nearest.
+// A charge comes before its memory and goes after it: what the books have beside the most that was charged
+// while they were read is not too much, and the most of the last looks is nearest.
 Bytes Wall::context_beside_others(Account& account, const DeviceFacts& facts) {
   if (source_.held == nullptr) return kMostContextBytes;
+  if (books_.load(std::memory_order_acquire) != Books::kOpen) {
+    Books closed = Books::kClosed;
+    books_.compare_exchange_strong(closed, Books::kWanted);
+    return kMostContextBytes;
+  }
   Lease& lease = *account.lease;
   const Nanoseconds now = steady_clock().now();
   if (now >= lease.told_until) {
     lease.told_until = now + kBooksHold;
+    const Bytes before(account.charged.load());
     const auto held = source_.held(facts);
-    const Bytes charged(account.charged.load());
+    const Bytes charged = std::max(before, Bytes(account.charged.load()));
     // Far less than was charged: of another process, whose number is the same elsewhere.
     if (held && *held >= charged / 2)
-      lease.told_context = std::max(lease.told_context, saturating_sub(*held, charged));
+      lease.told_context[lease.looks++ % lease.told_context.size()] = saturating_sub(*held, charged);
   }
-  return lease.told_context > 0_B ? std::min(lease.told_context, kMostContextBytes) : kMostContextBytes;
+  const Bytes told = *std::max_element(lease.told_context.begin(), lease.told_context.end());
+  return told > 0_B ? std::min(told, kMostContextBytes) : kMostContextBytes;
 }
 
 void Wall::publish(Account& account) {
@@ -343,32 +361,57 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
   if (device < 0 || device >= kMostDevices) return {};
   Account& account = accounts_[static_cast<std::size_t>(device)];
   const ErrnoKept kept;
-  {
-    const std::lock_guard lock(account.lender_mutex);
-    if (account.lender.lend != nullptr)
-      return std::min(Bytes(account.lender.lend(account.lender.self, wanted.count())), wanted);
+  const std::lock_guard lender_lock(account.lender_mutex);
+  if (account.lender.lend != nullptr) {
+    const Bytes lent = std::min(Bytes(account.lender.lend(account.lender.self, wanted.count())), wanted);
+    account.lent += lent;
+    return lent;
   }
+  wanted = take_own_ddr(wanted);
+  Bytes granted = wanted;
   const std::lock_guard lock(account.mutex);
   if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
-  if (account.unknown || account.lease->link == nullptr) return wanted;
-  const auto granted = account.lease->link->request(TierId::kDdr, wanted);
-  return granted ? *granted : wanted;
+  if (!account.unknown && account.lease->link != nullptr && wanted > 0_B) {
+    const auto answer = account.lease->link->request(TierId::kDdr, wanted);
+    if (answer) granted = std::min(*answer, wanted);
+  }
+  own_ddr_.fetch_sub((wanted - granted).count());
+  account.own += granted;
+  return granted;
 } catch (...) {
   return {};
+}
+
+// Of the policy's DDR, which all devices share, as much of `wanted` as is left.
+Bytes Wall::take_own_ddr(Bytes wanted) noexcept {
+  const std::uint64_t most = hook_settings().ddr_budget.count();
+  std::uint64_t now = own_ddr_.load();
+  std::uint64_t taken = 0;
+  do {
+    taken = std::min(wanted.count(), most - std::min(most, now));
+  } while (!own_ddr_.compare_exchange_weak(now, now + taken));
+  return Bytes(taken);
+}
+
+// lender_mutex held.
+void Wall::return_own_ddr(Account& account, Bytes bytes) {
+  bytes = std::min(bytes, account.own);
+  account.own -= bytes;
+  own_ddr_.fetch_sub(bytes.count());
+  const std::lock_guard lock(account.mutex);
+  if (account.lease != nullptr && account.lease->link != nullptr)
+    account.lease->link->release(TierId::kDdr, bytes);
 }
 
 void Wall::return_ddr(int device, Bytes bytes) noexcept try {
   if (device < 0 || device >= kMostDevices || bytes == 0_B) return;
   Account& account = accounts_[static_cast<std::size_t>(device)];
   const ErrnoKept kept;
-  {
-    const std::lock_guard lock(account.lender_mutex);
-    if (account.lender.take_back != nullptr)
-      return account.lender.take_back(account.lender.self, bytes.count());
-  }
-  const std::lock_guard lock(account.mutex);
-  if (account.lease != nullptr && account.lease->link != nullptr)
-    account.lease->link->release(TierId::kDdr, bytes);
+  const std::lock_guard lock(account.lender_mutex);
+  const Bytes lent = std::min(bytes, account.lent);
+  account.lent -= lent;
+  if (lent > 0_B) account.lender.take_back(account.lender.self, lent.count());
+  if (bytes > lent) return_own_ddr(account, bytes - lent);
 } catch (...) {
 }
 
@@ -376,7 +419,15 @@ void Wall::set_lender(int device, const DdrLender& lender) noexcept try {
   if (device < 0 || device >= kMostDevices) return;
   Account& account = accounts_[static_cast<std::size_t>(device)];
   const std::lock_guard lock(account.lender_mutex);
+  // What the last one lent is still out, and his lease is gone: it is the process's own until somebody lends
+  // it.
+  own_ddr_.fetch_add(account.lent.count());
+  account.own += account.lent;
+  account.lent = {};
   account.lender = lender;
+  if (lender.lend == nullptr || account.own == 0_B) return;
+  account.lent = std::min(Bytes(lender.lend(lender.self, account.own.count())), account.own);
+  return_own_ddr(account, account.lent);
 } catch (...) {
 }
 

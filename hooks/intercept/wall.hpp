@@ -40,6 +40,8 @@ struct DeviceSource {
   std::optional<DeviceFacts> (*facts)(int device) noexcept = nullptr;
   // Gives back what is held and unused, and of what can leave the device as much as makes room for `wanted`.
   Bytes (*reclaim)(int device, Bytes wanted) noexcept = nullptr;
+  // Makes ready for the next, once in a process; loads libraries, and is called without a lock.
+  void (*open_books)() noexcept = nullptr;
   // What this process alone holds of the device, where somebody can tell. Milliseconds.
   std::optional<Bytes> (*held)(const DeviceFacts& facts) noexcept = nullptr;
 };
@@ -77,10 +79,13 @@ class Wall {
   [[nodiscard]] std::uint64_t refusals(int device) const noexcept;  // so far
   [[nodiscard]] Bytes budget(int device) noexcept;                  // zero: no account is open
   [[nodiscard]] Bytes context(int device) noexcept;                 // the driver's own, as last measured
-  // Host memory to pin on top of what was leased before: what the daemon grants of `wanted`.
+  // Host memory to pin on top of what was leased before: what the daemon, and the policy for all devices
+  // together, grant of `wanted`.
   [[nodiscard]] Bytes lease_ddr(int device, Bytes wanted) noexcept;
+  // To whoever gave it: the lender first.
   void return_ddr(int device, Bytes bytes) noexcept;
-  // From now on such memory comes from him. Without functions: he goes, and no call to him is under way.
+  // From now on such memory comes from him, and he is asked at once for what was leased before. Without
+  // functions: he goes, and no call to him is under way.
   void set_lender(int device, const DdrLender& lender) noexcept;
   // Of the device's link, with the seat of the account's lease; never destroyed. Null: no memory.
   [[nodiscard]] LinkTime* link_time(int device) noexcept;
@@ -106,8 +111,10 @@ class Wall {
     Bytes total, budget, lease, context;
     Bytes ceiling;               // what the daemon has asked to come down to,
     Nanoseconds ceiling_ends{};  // and until when no more than that, or the lease, is counted on
-    Bytes told_context;          // the most that the device's books had beside what was charged,
-    Nanoseconds told_until{};    // and when they are asked again
+    std::array<Bytes, 4>
+        told_context{};  // what the device's books had beside what was charged, the last times,
+    std::size_t looks = 0;
+    Nanoseconds told_until{};  // and when they are asked again
     std::unique_ptr<SharedPage> page;
     std::unique_ptr<DaemonLink> link;
     bool led = false;  // set_limit() says what it is
@@ -122,22 +129,29 @@ class Wall {
     std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
     std::atomic<LinkTime*> link_time{nullptr};     // made by the first who asks
     bool unknown = false;                          // nobody can tell about this device: its bytes pass
-    std::mutex lender_mutex;                       // before the locks of the lender
+    std::mutex lender_mutex;                       // before mutex and the locks of the lender: the next three
     DdrLender lender{};
+    Bytes lent, own;  // of the DDR that is leased: by him, and else
   };
   static bool note_peak(Account& account, std::uint64_t now) noexcept;
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
+  bool open_books_if_wanted();
   [[nodiscard]] bool open(Account& account, int device);
   void join_daemon(Account& account, int device, Lease& lease);
   void hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept;
   void measure_context(Account& account, int device);
   [[nodiscard]] Bytes context_beside_others(Account& account, const DeviceFacts& facts);
   [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
+  [[nodiscard]] Bytes take_own_ddr(Bytes wanted) noexcept;
+  void return_own_ddr(Account& account, Bytes bytes);
   static void publish(Account& account);
   void give_back_excess(Account& account) noexcept;
 
   std::array<Account, kMostDevices> accounts_{};
   DeviceSource source_{};
+  enum class Books : std::uint8_t { kClosed, kWanted, kOpening, kOpen };
+  std::atomic<Books> books_{Books::kClosed};
+  std::atomic<std::uint64_t> own_ddr_{0};  // sum of the accounts' own
   std::atomic<bool> page_attached_{false};
   std::atomic<bool> aside_{false};
 };

@@ -125,7 +125,7 @@ TEST(PreloadOverflow, ACaptureGetsNoneAndFreesWaitForItsEnd) {
   EXPECT_THAT(values_of(ended, "more"), ElementsAre(kOutOfMemory, 0));
   EXPECT_EQ(value_of(ended, "free"), 0);
   EXPECT_EQ(value_of(ended, "end"), 0);
-  EXPECT_THAT(values_of(ended, "alive"), ElementsAre(20, 8));
+  EXPECT_THAT(values_of(ended, "alive"), ElementsAre(20, 0, 8));
 }
 
 TEST(PreloadOverflow, PeersReachItAChildHasNoneAndAResetEndsIt) {
@@ -144,13 +144,34 @@ TEST(PreloadOverflow, PeersReachItAChildHasNoneAndAResetEndsIt) {
 }
 
 TEST(PreloadOverflow, WhoLeasesForTheProcessLendsTheDdr) {
-  const Ended ended = run_guest("overflow-lender", with_torch());
+  const Ended ended = run_guest("overflow-lender", with_torch({"TERRACE_DDR_BUDGET=96MiB"}));
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "before"), 0);
+  EXPECT_EQ(value_of(ended, "beside it"), kOutOfMemory) << "he has lent for what there was";
   EXPECT_EQ(value_of(ended, "fits"), 0);
   EXPECT_EQ(value_of(ended, "too much"), kOutOfMemory);
   EXPECT_EQ(value_of(ended, "returned"), 24);
-  EXPECT_EQ(value_of(ended, "lent"), 0);
+  EXPECT_THAT(values_of(ended, "lent"), ElementsAre(16, 0));
   EXPECT_EQ(value_of(ended, "of the policy"), 0);
+  EXPECT_EQ(value_of(ended, "too much of it"), kOutOfMemory) << "with what he had lent";
+}
+
+TEST(PreloadOverflow, TheDdrIsForAllDevicesTogether) {
+  const Ended ended = run_guest("overflow-devices", with_torch({"TERRACE_DDR_BUDGET=32MiB"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "first"), 0);
+  EXPECT_EQ(value_of(ended, "too much"), kOutOfMemory);
+  EXPECT_EQ(value_of(ended, "what is left"), 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "what is unused there"), 0);
+  EXPECT_EQ(value_of(ended, "host MiB"), 24);
+}
+
+TEST(PreloadOverflow, WhatIsGivenBackMeanwhileIsNobodysRefusal) {
+  const Ended ended = run_guest("overflow-threads", with_torch());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "refused"), 0);
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_EQ(value_of(ended, "alive"), 0);
 }
 
 TEST(PreloadOverflow, ThreadsAtOnceFillAndEmptyIt) {

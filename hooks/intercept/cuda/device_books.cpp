@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 
 #include "hooks/intercept/loader_functions.hpp"
 
@@ -27,7 +28,9 @@ struct Nvml {
   [[nodiscard]] bool usable() const { return init != nullptr && device != nullptr && processes != nullptr; }
 };
 
-// The library stays open as long as the process.
+constinit Nvml the_library;  // open as long as the process, once it is
+constinit std::atomic<bool> is_open{false};
+
 Nvml open_nvml() noexcept {
   Nvml nvml;
   void* library = ::dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -49,8 +52,14 @@ Nvml open_nvml() noexcept {
 
 }  // namespace
 
+void open_books() noexcept {
+  the_library = open_nvml();
+  is_open.store(true, std::memory_order_release);
+}
+
 std::optional<Bytes> held_by_this_process(const DeviceFacts& facts) noexcept try {
-  static const Nvml nvml = open_nvml();
+  if (!is_open.load(std::memory_order_acquire)) return std::nullopt;
+  const Nvml& nvml = the_library;
   NvmlDevice device = nullptr;
   if (!nvml.usable() || nvml.device(facts.name.c_str(), &device) != 0) return std::nullopt;
   std::array<NvmlProcess, kMostProcesses> processes;

@@ -30,7 +30,7 @@ Bytes reclaim_on(int device, Bytes wanted) noexcept {
 }
 
 [[gnu::constructor]] void give_the_wall_its_source() {
-  wall().set_source({facts_of, reclaim_on, held_by_this_process});
+  wall().set_source({facts_of, reclaim_on, open_books, held_by_this_process});
 }
 
 void free_by_runtime(Symbol symbol, void* address) noexcept {
@@ -76,11 +76,13 @@ extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_ove
 extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_refusals(int device) {
   return terrace::hooks::wall().refusals(device);
 }
+extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_return_unused(int device) {
+  return terrace::hooks::cuda::overflow().return_unused(terrace::hooks::cuda::DeviceOrdinal{device}).count();
+}
 extern "C" __attribute__((visibility("default"))) void terrace_wall_set_lender(
     int device, void* self, std::uint64_t (*lend)(void*, std::uint64_t),
     void (*take_back)(void*, std::uint64_t)) {
+  // What nothing lies in he need not lend.
+  (void)terrace_wall_return_unused(device);
   terrace::hooks::wall().set_lender(device, {self, lend, take_back});
-}
-extern "C" __attribute__((visibility("default"))) std::uint64_t terrace_wall_return_unused(int device) {
-  return terrace::hooks::cuda::overflow().return_unused(terrace::hooks::cuda::DeviceOrdinal{device}).count();
 }

@@ -268,21 +268,36 @@ Status GuestDevice::map_all(Address at, std::span<const PhysicalPiece> pieces) {
     if (!status) break;
     done += piece.size;
   }
+  enter(at, pieces.first(mapped));
   if (status) status = open_access(at, done, host_node);
+  if (status) return status;
+  metrics().add<Metric::kFaults>(FaultPoint::kDeviceMap, 1);
+  if (Status undone = undo(at, pieces.first(mapped)); !undone) return undone;
+  return status;
+}
+
+// Before it is opened: who may reach this device from now on is found there, or this is found by grant().
+void GuestDevice::enter(Address at, std::span<const PhysicalPiece> pieces) {
   const std::lock_guard lock(mutex_);
-  Address piece_at = at;
-  for (const PhysicalPiece& piece : pieces.first(mapped)) {
-    const DevicePointer pointer = pointer_of(piece_at);
-    piece_at += piece.size.count();
-    if (status) {
-      mappings_[piece_at - piece.size.count()] = piece.size;
-    } else if (in_context([&] { return driver_.unmap(pointer, piece.size.count()); }) != kSuccess) {
+  for (const PhysicalPiece& piece : pieces) {
+    mappings_[at] = piece.size;
+    at += piece.size.count();
+  }
+}
+
+Status GuestDevice::undo(Address at, std::span<const PhysicalPiece> pieces) {
+  for (const PhysicalPiece& piece : pieces) {
+    {
+      const std::lock_guard lock(mutex_);
+      mappings_.erase(at);
+    }
+    if (in_context([&] { return driver_.unmap(pointer_of(at), piece.size.count()); }) != kSuccess) {
       metrics().add<Metric::kFaults>(FaultPoint::kDeviceUnmap, 1);
       return Error{.code = Errc::kDeviceLost, .text = "half of a mapping stays", .bytes = piece.size};
     }
+    at += piece.size.count();
   }
-  if (!status) metrics().add<Metric::kFaults>(FaultPoint::kDeviceMap, 1);
-  return status;
+  return {};
 }
 
 Status GuestDevice::open_access(Address at, Bytes size, std::optional<int> host_node) {

@@ -107,6 +107,8 @@ class GuestDevice final : public Device {
   [[nodiscard]] Error not_supported(const char* what) const;
   [[nodiscard]] StreamHandle handle_of(Stream stream) const;  // null: it has ended
   [[nodiscard]] EventHandle handle_of(Event event) const;
+  void enter(Address at, std::span<const PhysicalPiece> pieces);
+  Status undo(Address at, std::span<const PhysicalPiece> pieces);
   [[nodiscard]] Status open_access(Address at, Bytes size, std::optional<int> host_node);
 
   const DriverCalls& driver_;

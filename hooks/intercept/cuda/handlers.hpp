@@ -383,6 +383,7 @@ CallResult begin_capture(const Call<Real>& call, StreamHandle stream, Rest... re
   if (result == kSuccess) return result;
   stream_pools().capture_ends({stream, call.default_stream});
   stable_blocks().capture_ended();
+  overflow().capture_ended();
   return result;
 }
 
@@ -395,6 +396,7 @@ CallResult end_capture(const Call<Real>& call, StreamHandle stream, void** graph
   if (guard.outermost()) {
     stream_pools().capture_ends({stream, call.default_stream});
     stable_blocks().capture_ended();
+    overflow().capture_ended();
   }
   return result;
 }

@@ -94,12 +94,19 @@ Overflow::OfDevice* Overflow::ready(const Request& request) {
 
 Overflow::OfDevice* Overflow::open(ContextHandle context, DeviceOrdinal ordinal) {
   watch_forks();
-  const std::uint64_t peers = stable_blocks().peers_of(ordinal);
   const auto index = static_cast<std::size_t>(ordinal);
-  const std::lock_guard lock(mutex_);
-  if (opened_[index] != nullptr || failed_[index]) return opened_[index];
+  const auto known = [&] { return opened_[index] != nullptr || failed_[index]; };
+  std::unique_lock lock(mutex_);
+  if (!known()) {  // the first lease is the smallest, and none where others have all
+    lock.unlock();
+    (void)others_gave_back(ordinal);
+    lock.lock();
+  }
+  if (known()) return opened_[index];
   std::unique_ptr<OfDevice> made = make(context, ordinal);
   if (made == nullptr) return nullptr;
+  // Whoever becomes one from now on waits for the lock, and finds the device.
+  const std::uint64_t peers = stable_blocks().peers_of(ordinal);
   for (DeviceOrdinal other = 0; other < kMostDevices; ++other) {
     if ((peers >> other & 1) != 0) (void)made->device->grant(other);
   }
@@ -142,9 +149,9 @@ Bytes Overflow::kept_by(OfDevice& on) {
   return usage.held - usage.live + on.kept_bytes;
 }
 
-// True: the lease has room for `size`, freed handles of other sizes given up.
+// True: the lease has room for `size`, freed handles of other sizes given up. lease_mutex held, until it is
+// taken.
 bool Overflow::lease_more(OfDevice& on, Bytes size) {
-  const std::lock_guard lock(on.lease_mutex);
   const Bytes most = hook_settings().ddr_budget, now = on.lease->budget();
   const Bytes needed = saturating_sub(on.lease->held(), kept_by(on)) + size;
   if (needed <= now) return true;
@@ -156,6 +163,20 @@ bool Overflow::lease_more(OfDevice& on, Bytes size) {
     return true;
   }
   wall().return_ddr(on.ordinal, more);
+  return false;
+}
+
+// What the other devices' part of the DDR has unused; true: something.
+bool Overflow::others_gave_back(DeviceOrdinal device) {
+  Bytes back;
+  for (DeviceOrdinal other = 0; other < kMostDevices; ++other) {
+    if (other != device) back += return_unused(other);
+  }
+  return back > 0_B;
+}
+
+// False.
+bool Overflow::refused_by_ddr(const OfDevice& on) {
   say_once(Notice::kDdrFull, "HBM and DDR are full: " + format_bytes(on.lease->held()) +
                                  " of DDR hold what HBM has no room for, and there is no more to lease; a "
                                  "larger ddr.budget makes room");
@@ -164,6 +185,7 @@ bool Overflow::lease_more(OfDevice& on, Bytes size) {
 
 // Down to what is in use, and `keep` of what is not.
 Bytes Overflow::shrink_lease(OfDevice& on, Bytes keep) {
+  // Nothing is taken meanwhile; what is given back makes less of what is in use.
   const std::lock_guard lock(on.lease_mutex);
   const Bytes before = on.lease->budget(), kept = kept_by(on);
   const Bytes after = std::min(before, saturating_sub(on.lease->held(), kept) + std::min(kept, keep));
@@ -183,6 +205,7 @@ Bytes Overflow::return_unused(DeviceOrdinal device) noexcept try {
     on = opened_[static_cast<std::size_t>(device)];
   }
   const ErrnoKept kept;
+  end_deferred();
   return on == nullptr || on->closed.load() ? Bytes() : shrink_lease(*on, 0_B);
 } catch (...) {
   return {};
@@ -241,9 +264,13 @@ bool Overflow::allocate(const Request& request, DevicePointer* out) noexcept try
   OfDevice* const on = ready(request);
   if (on == nullptr) return false;
   Block block{on, round_up(request.size, on->handles->chunk())};
-  if (!lease_more(*on, block.size)) return false;
-  if (on->lease->room() < block.size) drop_handles(*on, block.size);
-  if (!take_handles(*on, block)) return false;
+  const auto take = [&] {
+    const std::lock_guard lock(on->lease_mutex);
+    if (!lease_more(*on, block.size)) return false;
+    if (on->lease->room() < block.size) drop_handles(*on, block.size);
+    return take_handles(*on, block);
+  };
+  if (!take() && (!others_gave_back(on->ordinal) || !take())) return refused_by_ddr(*on);
   const auto at = map(*on, block);
   if (!at) return false;
   const Bytes size = block.size;
@@ -268,9 +295,10 @@ void Overflow::put(Block block) {
   const DevicePointer low = bytes == 0 ? block.at : std::min(first, block.at);
   const DevicePointer high = std::max(first + bytes, block.at + block.size.count());
   blocks_.push_back(std::move(block));
-  // Wider first where it grows downwards: what was inside stays inside for a reader in between.
+  // Wider first: whoever sees the lower end sees the width that goes with it, and what was inside stays
+  // inside for a reader in between.
   bytes_.store(high - low, std::memory_order_relaxed);
-  first_.store(low, std::memory_order_relaxed);
+  first_.store(low, std::memory_order_release);
 }
 
 std::vector<Overflow::Block>::iterator Overflow::block_at(DevicePointer address) {
@@ -309,6 +337,12 @@ void Overflow::end_deferred() {
     waiting.swap(deferred_);
   }
   for (const DevicePointer address : waiting) (void)free_now(address);
+}
+
+void Overflow::capture_ended() noexcept try {
+  const ErrnoKept kept;
+  end_deferred();
+} catch (...) {  // with the next that HBM has no room for
 }
 
 std::optional<CallResult> Overflow::free_after(DevicePointer address, const auto& wait) {
@@ -357,10 +391,15 @@ bool Overflow::create(const Request& request, const AllocationProperties& wanted
   const ErrnoKept kept;
   OfDevice* const on = ready(request);
   if (on == nullptr || round_up(request.size, on->handles->chunk()) != request.size) return false;
-  if (!lease_more(*on, request.size)) return false;
-  auto handle = take_handle(*on, request.size, wanted.requested_handle_types);
-  if (!handle) handle = new_handle(*on, request.size, wanted.requested_handle_types);
-  if (!handle) return false;
+  std::optional<PhysicalHandle> handle;
+  const auto take = [&] {
+    const std::lock_guard lock(on->lease_mutex);
+    if (!lease_more(*on, request.size)) return false;
+    handle = take_handle(*on, request.size, wanted.requested_handle_types);
+    if (!handle) handle = new_handle(*on, request.size, wanted.requested_handle_types);
+    return handle.has_value();
+  };
+  if (!take() && (!others_gave_back(on->ordinal) || !take())) return refused_by_ddr(*on);
   {
     const std::lock_guard lock(mutex_);
     // An older one of this value has gone without a word to us.

@@ -74,6 +74,8 @@ class Overflow {
     std::uint64_t times = 0;  // served
   };
   [[nodiscard]] Figures figures(DeviceOrdinal device) const noexcept;
+  // A capture has ended: what was freed meanwhile goes.
+  void capture_ended() noexcept;
   // Gives the DDR back that holds nothing. Returns how much of the lease that is.
   Bytes return_unused(DeviceOrdinal device) noexcept;
   void device_reset(DeviceOrdinal device) noexcept;
@@ -92,7 +94,7 @@ class Overflow {
     std::unique_ptr<GuestDevice> device{};
     std::shared_ptr<HostLease> lease{};
     std::unique_ptr<HostHandlePool> handles{};
-    std::mutex lease_mutex{};  // whoever changes the lease's budget
+    std::mutex lease_mutex{};  // the lease's budget, and what is taken of it: from the asking to the taking
     std::atomic<bool> closed{false};
     std::mutex kept_mutex{};  // the next two
     std::vector<KeptHandle> kept{};
@@ -112,6 +114,8 @@ class Overflow {
   [[nodiscard]] OfDevice* open(ContextHandle context, DeviceOrdinal ordinal);
   [[nodiscard]] std::unique_ptr<OfDevice> make(ContextHandle context, DeviceOrdinal ordinal);
   [[nodiscard]] static bool lease_more(OfDevice& on, Bytes size);
+  [[nodiscard]] bool others_gave_back(DeviceOrdinal device);
+  [[nodiscard]] static bool refused_by_ddr(const OfDevice& on);
   static Bytes shrink_lease(OfDevice& on, Bytes keep);
   [[nodiscard]] static Bytes kept_by(OfDevice& on);
   static void drop_handles(OfDevice& on, Bytes enough);
@@ -128,7 +132,8 @@ class Overflow {
   void end_deferred();
   [[nodiscard]] std::optional<CallResult> free_after(DevicePointer address, const auto& wait);
   [[nodiscard]] bool may_hold(DevicePointer address) const noexcept {
-    return address - first_.load(std::memory_order_relaxed) < bytes_.load(std::memory_order_relaxed);
+    const DevicePointer first = first_.load(std::memory_order_acquire);  // before the other: see put()
+    return address - first < bytes_.load(std::memory_order_relaxed);
   }
 
   std::array<Counts, kMostDevices> counts_{};

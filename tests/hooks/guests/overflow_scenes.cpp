@@ -224,6 +224,7 @@ void captured() {
   say("free", cudaFree(out));
   say("alive", alive());
   say("end", cuStreamEndCapture(stream, &graph));
+  say("alive", alive());
   say("more", ask_twice(&more, 8 * kMiB));
   say("alive", alive());
 }
@@ -267,7 +268,7 @@ void reset() {
   say("full", ask_twice(&out, kLarge));
 }
 
-// Whoever leases for the process lends 24 MiB.
+// Whoever leases for the process has 24 MiB to lend, for what was leased before him too.
 std::uint64_t lent = 0, taken_back = 0;
 void lender() {
   const auto set =
@@ -276,6 +277,8 @@ void lender() {
   say("found", set != nullptr);
   if (set == nullptr) return;
   (void)begin();
+  void* before = nullptr;
+  say("before", ask_twice(&before, 16 * kMiB));
   set(
       0, &lent,
       [](void* self, std::uint64_t bytes) {
@@ -289,21 +292,47 @@ void lender() {
         taken_back += bytes;
       });
   void* out = nullptr;
+  say("lent", static_cast<long long>(lent / kMiB));
+  say("beside it", ask_twice(&out, kLarge));
+  say("free", cudaFree(before));
   say("fits", ask_twice(&out, kLarge));
   void* more = nullptr;
   say("too much", ask_twice(&more, 8 * kMiB));
   say("free", cudaFree(out));
   say("returned", return_unused());
-  say("lent", static_cast<long long>(lent));
+  say("lent", static_cast<long long>(lent / kMiB));
+  say("again", ask_twice(&before, 10 * kMiB));
   set(0, nullptr, nullptr, nullptr);
+  say("taken back MiB", static_cast<long long>(taken_back / kMiB));
   say("of the policy", ask_twice(&out, 60 * kMiB));
+  say("too much of it", ask_twice(&more, 32 * kMiB));
+}
+
+// The policy's DDR is for all devices together.
+void two_devices() {
+  (void)begin();
+  void *kept = nullptr, *out = nullptr, *other = nullptr;
+  say("first", ask_twice(&out, kLarge));
+  cudaSetDevice(1);
+  say("kept on the other", cudaMalloc(&kept, 28 * kMiB));
+  say("too much", ask_twice(&other, 16 * kMiB));
+  say("what is left", ask_twice(&other, 8 * kMiB));
+  cudaSetDevice(0);
+  say("free", cudaFree(out));
+  cudaSetDevice(1);
+  say("what is unused there", ask_twice(&other, 16 * kMiB));
+  say("host MiB", host_mib());
 }
 
 // Threads that fill DDR to its end, plainly and by handles: nobody gets another's bytes, and all of it comes
 // back.
 void threads() {
   (void)begin();
-  std::atomic<int> wrong{0}, served{0}, odd{0};
+  std::atomic<int> wrong{0}, served{0}, odd{0}, refused{0};
+  std::atomic<bool> over{false};
+  std::thread giving_back([&] {
+    while (!over) (void)return_unused();
+  });
   std::vector<std::thread> all;
   for (std::uint64_t id = 1; id <= 4; ++id) {
     all.emplace_back([&, id] {
@@ -314,6 +343,7 @@ void threads() {
         void* out = nullptr;
         const int result = ask_twice(&out, bytes);
         odd += result != 0 && result != 2;
+        refused += result == 2;
         if (result == 0) {
           const std::uint64_t own = id << 32 | static_cast<std::uint64_t>(times);
           auto* const words = static_cast<std::uint64_t*>(out);
@@ -326,13 +356,18 @@ void threads() {
         Pointer handle = 0;
         if (cuMemCreate(&handle, bytes, on_device, 0) == 0 || cuMemCreate(&handle, bytes, on_device, 0) == 0)
           odd += cuMemRelease(handle) != 0;
+        else
+          refused += 1;
       }
     });
   }
   for (std::thread& each : all) each.join();
+  over = true;
+  giving_back.join();
   say("odd", odd);
   say("wrong", wrong);
   say("served", served > 40);
+  say("refused", refused);
   say("alive", alive());
   (void)return_unused();
   say("host MiB", host_mib());
@@ -389,6 +424,7 @@ const std::map<std::string_view, std::function<void()>>& overflow_scenes() {
       {"overflow-forked", forked},
       {"overflow-reset", reset},
       {"overflow-lender", lender},
+      {"overflow-devices", two_devices},
       {"overflow-faults", faults},
       {"overflow-threads", threads},
   };

@@ -4,7 +4,7 @@ import ctypes
 import os
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 OUT_OF_BUDGET, OUT_OF_MEMORY = 1, 2
 FOR_ACTIVATION, FOR_OPTIMIZER, FOR_GRADIENT, FOR_WEIGHTS = 0, 1, 2, 3
 
