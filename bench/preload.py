@@ -69,6 +69,14 @@ def first_difference(got, expected):
     return f"{len(got)} losses instead of {len(expected)}"
 
 
+def ratio_of(rounds):
+    return statistics.median(each["terrace"]["ms_per_step"] / each["plain"]["ms_per_step"] for each in rounds)
+
+
+def median_ms(rounds, side):
+    return statistics.median(each[side]["ms_per_step"] for each in rounds)
+
+
 class Bench:
     def __init__(self, options):
         self.options = options
@@ -77,7 +85,7 @@ class Bench:
         self.python = options.python
         self.quick = options.quick or options.device == "emulated"
         self.bad = False
-        self.last_ms = 0.0  # of a step under Terrace
+        self.more = ["--deterministic"] if options.deterministic else []  # of everything that is timed
 
     def policy(self, folder, budget, tier):
         path = folder / "policy.toml"
@@ -159,7 +167,7 @@ class Bench:
         for case, gib, share in PRESSURE:
             if case not in self.chosen(MODES):
                 continue
-            plain, peak = self.peak(case)
+            plain, peak = self.peak(case, self.more)
             if not peak:
                 continue
             budget = int(peak * share) if self.quick else gib * GIB
@@ -168,39 +176,35 @@ class Bench:
             times = {phase: ms / 1e3 for phase, ms in plain["times"].items()}
             whole = sum(times.values())
             floor = max(1.0, floor_seconds(times, max(0, peak - budget), plain["state_bytes"], rates) / whole)
-            ratio, same = self.pairs(case, self.options.pairs or 3, budget, self.options.tier)
-            if ratio is None:
+            peer = "gpt-save_on_cpu" if case == "gpt-plain" and gib == 28 else None
+            rounds = self.rounds(case, self.options.pairs or 3, budget, peer)
+            if not rounds:
                 continue
+            ratio, same = ratio_of(rounds), all(each["terrace"]["losses"] == each["plain"]["losses"] for each in rounds)
             print_row(name, "terrace", "step_time_ratio", ratio, "ratio", floor)
             print_row(name, "terrace", "ratio_to_floor", ratio / floor, "ratio")
             print_row(name, "terrace", "losses_equal", int(same), "bool")
-            if case == "gpt-plain" and gib == 28:
-                peer = self.run("gpt-save_on_cpu")
-                if peer:
-                    print_row(name, "save_on_cpu", "ms_per_step", peer["ms_per_step"], "ms")
-                    print_row(name, "terrace", "ms_per_step", self.last_ms, "ms", floor * plain["ms_per_step"])
+            if peer:
+                print_row(name, "save_on_cpu", "ms_per_step", median_ms(rounds, "peer"), "ms")
+                print_row(name, "terrace", "ms_per_step", median_ms(rounds, "terrace"), "ms", floor * median_ms(rounds, "plain"))
 
     def idle(self):
         for case in self.chosen(("gpt-plain", "gpt-checkpoint", "moe", "moe-checkpoint")):
-            _, peak = self.peak(case)
-            if peak:
-                ratio, _ = self.pairs(case, self.options.pairs or 30, peak * 2, self.options.tier)
-                if ratio is not None:
-                    print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio, "ratio", 1.0)
+            _, peak = self.peak(case, self.more)
+            rounds = self.rounds(case, self.options.pairs or 30, peak * 2) if peak else []
+            if rounds:
+                print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio_of(rounds), "ratio", 1.0)
 
-    def pairs(self, case, count, budget, tier):
-        """(median ratio of the steps, whether all losses were equal), of runs that take turns at being first."""
-        ratios, same = [], True
+    def rounds(self, case, count, budget, peer=None):
+        """What each said in each round, all of which take turns at being first; [] where one failed."""
+        sides = {"plain": (case, None), "terrace": (case, budget), **({"peer": (peer, None)} if peer else {})}
+        rounds = []
         for turn in range(count):
-            order = (None, budget) if turn % 2 == 0 else (budget, None)
-            got = {limit: self.run(case, ["--deterministic"] if self.options.deterministic else [], limit, tier)
-                   for limit in order}
-            if not all(got.values()):
-                return None, False
-            ratios.append(got[budget]["ms_per_step"] / got[None]["ms_per_step"])
-            self.last_ms = got[budget]["ms_per_step"]
-            same = same and got[budget]["losses"] == got[None]["losses"]
-        return statistics.median(ratios), same
+            order = sorted(sides, key=lambda side: (list(sides).index(side) - turn) % len(sides))
+            rounds.append({side: self.run(sides[side][0], self.more, sides[side][1], self.options.tier) for side in order})
+            if not all(rounds[-1].values()):
+                return []
+        return rounds
 
     def chosen(self, cases):
         return [case for case in cases if self.options.case in (None, case)]

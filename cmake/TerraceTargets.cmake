@@ -1,5 +1,12 @@
 # The three shapes a target takes here. Sources are listed by hand: a file that is built is named.
 
+# Compiling at -O3 takes up to twice as long. What is no hot path says what it wants instead, behind CMake's own flag.
+function(terrace_optimise level)
+  foreach(target ${ARGN})
+    target_compile_options(${target} PRIVATE $<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:${level}>)
+  endforeach()
+endfunction()
+
 # terrace_library(NAME SOURCES ... LINKS ...): a static library of one layer.
 function(terrace_library name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LINKS" ${ARGN})

@@ -38,7 +38,7 @@ class Floor(unittest.TestCase):
 class Rows(unittest.TestCase):
     def rows(self, run, part, **more):
         options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native", case="gpt-plain",
-                                  tier="auto", pairs=3, deterministic=False, quick=True, jobs=1, size=None, **more)
+                                  tier="auto", pairs=3, deterministic=more.pop("deterministic", False), quick=True, jobs=1, size=None)
         bench = preload.Bench(options)
         bench.run = run
         out = io.StringIO()
@@ -64,6 +64,24 @@ class Rows(unittest.TestCase):
         _, rows = self.rows(run, "idle")
         self.assertEqual(calls, [True, False, False, True, True, False])
         self.assertEqual([(row["metric"], row["value"]) for row in rows], [("step_time_ratio", 1.2)])
+
+    def test_a_peer_takes_its_turn_and_all_run_the_same_kernels(self):
+        calls = []
+        times = {"gpt-save_on_cpu": iter([50, 40, 90]), True: iter([10, 10, 10]), False: iter([20, 14, 11])}
+
+        def run(case, more=(), budget=None, tier="hbm", phases=False):
+            calls.append((case, budget is None, *more))
+            return self.answer(10 if phases else next(times[case if case in times else budget is None]), ["a"])
+
+        with mock.patch.object(preload, "PRESSURE", (("gpt-plain", 28, 0.5),)):
+            _, rows = self.rows(run, "pressure", deterministic=True)
+        self.assertEqual({call[2:] for call in calls}, {("--deterministic",)})
+        first = [calls[1 + 3 * turn][:2] for turn in range(3)]
+        self.assertEqual(sorted(first), [("gpt-plain", False), ("gpt-plain", True), ("gpt-save_on_cpu", True)])
+        values = {(row["system"], row["metric"]): row["value"] for row in rows}
+        self.assertEqual(values["save_on_cpu", "ms_per_step"], 50)
+        self.assertEqual(values["terrace", "ms_per_step"], 14)
+        self.assertEqual(values["terrace", "step_time_ratio"], 1.4)
 
     def test_another_loss_is_a_failure(self):
         def run(case, more=(), budget=None, tier="hbm", phases=False):
