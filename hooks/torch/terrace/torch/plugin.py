@@ -1,5 +1,6 @@
 """The parts of the plugin put together: hooks, ledgers by device, optimizer states, counting."""
 
+import os
 import sys
 import threading
 import time
@@ -85,6 +86,8 @@ class Plugin:
         self._wrappers.before_weights_are_read_elsewhere(self.weights.end)
         self._wrappers.before_capture(self._before_capture)
         self._wrappers.before_memory_is_shared(self._segments.end)
+        if os.environ.get("TERRACE_ALLOCATOR") == "terrace":
+            self._wrappers.name_the_other_allocator()
 
     def stop(self):
         self._watch.end()

@@ -6,6 +6,9 @@ import threading
 
 import torch
 
+OTHER_ALLOCATOR = ("terrace: `--allocator terrace` selects PyTorch's cudaMallocAsync backend, which has no such thing; "
+                   "`terrace run --allocator native` leaves PyTorch its own")
+
 
 class Wrappers:
     def __init__(self):
@@ -93,6 +96,29 @@ class Wrappers:
         if isinstance(getattr(torch.cuda, "MemPool", None), type):
             self._call_first(torch.cuda.MemPool, "__init__", call)
         self._call_first(torch.UntypedStorage, "_share_cuda_", call)
+
+    def name_the_other_allocator(self):
+        """What PyTorch's cudaMallocAsync backend refuses, the other mode of `terrace run` lets through: its error says so."""
+
+        def make(original):
+            @functools.wraps(original)
+            def wrapper(*args, **kwargs):
+                try:
+                    return original(*args, **kwargs)
+                except RuntimeError as error:
+                    if "cudaMallocAsync" in str(error) and OTHER_ALLOCATOR not in str(error):
+                        error.args = (f"{error}\n{OTHER_ALLOCATOR}",)
+                    raise
+
+            return wrapper
+
+        memory = torch.cuda.memory
+        for owner, name in ((torch.UntypedStorage, "_share_cuda_"), (getattr(torch.cuda, "MemPool", None), "__init__"),
+                            (memory, "use_mem_pool"), (memory, "_record_memory_history"), (memory, "memory_snapshot"), (torch.cuda, "memory_snapshot"),
+                            (torch.cuda, "use_mem_pool"),
+                            (memory, "_snapshot"), (torch._C, "_cuda_checkPoolLiveAllocations")):
+            if owner is not None:
+                self._replace(owner, name, make)
 
     def after_apply(self, call):
         """Module._apply: what `model.cuda()` and `model.half()` come to, for each module."""
