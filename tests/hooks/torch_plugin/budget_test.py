@@ -376,6 +376,19 @@ class Relief(unittest.TestCase):
         self.ledger.relieve()
         self.assertEqual(self.given_back, 1)
 
+    def test_what_lay_there_unseen_is_want_of_room_until_a_round_is_known(self):
+        budget = self.ledger.budget
+        self.ledger.relieve()
+        self.assertFalse(budget.lacks_room_unseen())
+        self.lease.overflow = 2 * GIB
+        self.ledger.relieve()
+        self.lease.overflow = 0  # it has gone again
+        self.assertTrue(budget.lacks_room_unseen())
+        budget.begin_round()
+        self.assertFalse(budget.lacks_room_unseen(), "saved tensors may leave")
+        budget.end_round(Standing(0, 0, 0, 0, True, None))
+        self.assertFalse(budget.lacks_room_unseen())
+
     def test_nothing_goes_back_where_nothing_lies_there_or_most_of_it_is_in_use(self):
         self.memory.set(10 * GIB)
         self.ledger.relieve()

@@ -48,6 +48,18 @@ class OptimizerStates(unittest.TestCase):
                 self.assertGreater(figures["state_bytes"], 0, name)
                 self.assertEqual(figures["failures"], {})
 
+    def test_they_leave_where_room_is_short_and_nothing_that_is_saved_is_seen(self):
+        def train():
+            with torch.autograd.graph.save_on_cpu():
+                return models.train()
+
+        plain = train()
+        for short in (False, True):
+            with models.plugin(saved_budget=1 << 40, optimizer="auto") as plugin:
+                plugin.ledger_of(torch.device("cpu")).budget.lacks_room_unseen = lambda short=short: short
+                self.assertTrue(models.same(train(), plain))
+                self.assertEqual(plugin.figures()["state_bytes"] > 0, short)
+
     def test_updates_in_slices_have_the_same_bits_and_stay_within_the_room(self):
         for name in ("adamw", "sgd with momentum"):
             optimizer = OPTIMIZERS[name]

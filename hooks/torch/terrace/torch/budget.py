@@ -44,6 +44,10 @@ class FixedBudget:
         """Whether room for saved tensors would fall below what is `working` at a time; here nobody can say."""
         return False
 
+    def lacks_room_unseen(self):
+        """Whether allocations found no room although nothing is known to be saved that could leave."""
+        return False
+
     def note(self, nbytes):
         pass
 
@@ -249,6 +253,9 @@ class DeviceBudget:
             self._press()
         return short
 
+    def lacks_room_unseen(self):
+        return self._last is None and self._needs is None and self.overflow_peak > 0
+
     # ------------------------------------------------------------ rounds
 
     def begin_round(self):
@@ -305,6 +312,7 @@ class DeviceBudget:
 
     def end_step(self):
         self._lease.refresh()
+        self.overflow_peak = max(self.overflow_peak, self._lease.overflow)
         self._look_at_cache(self._memory.read())
 
     def wants_cache_back(self):

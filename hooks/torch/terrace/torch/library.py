@@ -81,6 +81,16 @@ def library_path():
     return Path(named) if named else Path(__file__).resolve().parents[3] / "libterrace.so"
 
 
+def overflow_of(index):
+    """Bytes of device `index` that found no room in HBM and lie in DDR, as the preload library counts; 0 without it."""
+    try:
+        count = ctypes.CDLL(None).terrace_wall_overflow
+    except AttributeError:
+        return 0
+    count.restype = ctypes.c_uint64
+    return count(ctypes.c_int(index))
+
+
 _SIGNATURES = {
     "terrace_stash_open": [ctypes.POINTER(Options), ctypes.POINTER(ctypes.c_void_p)],
     "terrace_stash_close": [ctypes.c_void_p],

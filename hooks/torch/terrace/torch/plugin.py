@@ -12,7 +12,7 @@ from .allocator import GrowingSegments, KnownMemory, TorchMemory
 from .budget import DeviceBudget, FixedBudget
 from .gradients import Gradients
 from .lease import Lease
-from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, Stash, TerraceError
+from .library import FOR_GRADIENT, FOR_OPTIMIZER, FOR_WEIGHTS, Stash, TerraceError, overflow_of
 from .optimizer_states import OptimizerStates
 from .overflow_watch import OverflowWatch
 from .parameters import Parameters
@@ -85,6 +85,8 @@ class Plugin:
         self._wrappers.transforms_without(self.saved)
         self._wrappers.before_weights_are_read_elsewhere(self.weights.end)
         self._wrappers.before_capture(self._before_capture)
+        if self._kind == "cuda":
+            torch.cuda._lazy_call(self._watch.begin)  # when CUDA begins, or now
         self._wrappers.before_memory_is_shared(self._segments.end)
         if os.environ.get("TERRACE_ALLOCATOR") == "terrace":
             self._wrappers.name_the_other_allocator()
@@ -162,8 +164,6 @@ class Plugin:
         ledger = Ledger(stash, device, lease, budget, Schedule(), CudaStreams if on_gpu else HostStreams)
         ledger.memory = memory
         self._ledgers[device] = ledger
-        if on_gpu:
-            self._watch.begin()
         self._tier_follows = self._tier_follows or tier == "auto"
         if tier == "ddr":
             self._send_what_updates_need()
@@ -179,11 +179,15 @@ class Plugin:
 
     def _follow(self, ledger):
         """Where nobody has said in which tier optimizer state is to be: in DDR once saved tensors alone cannot make the room,
-        for those have a whole round to travel in and it has not."""
-        if self._tier_follows and not self._sends and ledger.is_short():
+        for those have a whole round to travel in and it has not. Or where none of them are seen."""
+        if self._tier_follows and not self._sends and (ledger.is_short() or ledger.budget.lacks_room_unseen()):
             self._send_what_updates_need()
 
     def _relieve(self):
+        # Where a program's own hooks take what is saved, nobody else asks for a ledger.
+        for index in range(torch.cuda.device_count()):
+            if torch.device("cuda", index) not in self._ledgers and overflow_of(index):
+                self.ledger_of(torch.device("cuda", index))
         for ledger in list(self._ledgers.values()):
             ledger.relieve()
 
