@@ -152,6 +152,8 @@ class Bench:
 
     def bits_of(self, case, size, more):
         more = [*more, "--deterministic"]
+        if self.options.steps:
+            more += ["--steps", str(self.options.steps), "--warmup", "1"]
         plain, peak = self.peak(case, more)
         if not peak:
             return
@@ -225,6 +227,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="tiny models, budgets as shares of their peaks")
     parser.add_argument("--size", choices=["small", "full"], help="of the bits part: 4 layers, or as the scripts are; both "
                         "where none is named")
+    parser.add_argument("--steps", type=int, help="of the bits part, and one before them, instead of the scripts' own")
     parser.add_argument("--jobs", type=int, default=1, help="scripts that run side by side in the bits part")
     options = parser.parse_args()
     if options.jobs < 1:

@@ -36,7 +36,7 @@ class Reading:
 
 
 def bits(case):
-    return Reading(f"bits-{case}", 200, ("preload", "--part", "bits", "--size", "small", "--case", case), timed=False)
+    return Reading(f"bits-{case}", 200, ("preload", "--part", "bits", "--size", "small", "--steps", "4", "--case", case), timed=False)
 
 
 def pressure(case):
@@ -52,6 +52,8 @@ READINGS = (
     racecheck("selection", "op_dsa_test", "cuda/*.Selects*:cuda/*LongRows*:cuda/*Ties*"),
     racecheck("repeated", "op_dsa_test", "cuda/*SameBitsAgain*"),
     racecheck("dense", "op_attention_test", "cuda/*Every*:cuda/*Groups*:cuda/*Batches*"),
+    # Two of these fill the machine.
+    Reading("preload-bits-full-size", 300, ("preload", "--part", "bits", "--size", "full", "--steps", "2", "--jobs", "2")),
     pressure("gpt-plain"),
     pressure("moe"),
     Reading("preload-idle", 420, ("preload", "--part", "idle")),

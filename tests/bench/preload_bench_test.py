@@ -38,7 +38,7 @@ class Floor(unittest.TestCase):
 class Rows(unittest.TestCase):
     def rows(self, run, part, **more):
         options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native", case="gpt-plain",
-                                  tier="auto", pairs=3, deterministic=more.pop("deterministic", False), quick=True, jobs=1, size=None)
+                                  tier="auto", pairs=3, deterministic=more.pop("deterministic", False), quick=True, jobs=1, size=None, steps=None)
         bench = preload.Bench(options)
         bench.run = run
         out = io.StringIO()
@@ -98,7 +98,7 @@ class Rows(unittest.TestCase):
         with mock.patch.object(preload.subprocess, "run", lambda *_, **__: ended), contextlib.redirect_stderr(said):
             options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native",
                                       case="gpt-plain", tier="auto", pairs=1, deterministic=False, quick=True, jobs=1,
-                                      size=None)
+                                      size=None, steps=None)
             bench = preload.Bench(options)
             bench.idle()
         self.assertTrue(bench.bad)
