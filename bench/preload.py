@@ -2,7 +2,7 @@
 """Real training scripts under `terrace run`: the same bits, how much a budget costs, and that no budget costs nothing.
 
 Parts: bits (losses with and without Terrace), pressure (paired with the same script without limits, beside the floor
-of the link), idle (no pressure, interleaved pairs). The scripts are those of bench/clients/, or of --clients DIR under
+of the link), idle (no pressure, interleaved pairs), shared (two scripts at a time under one daemon). The scripts are those of bench/clients/, or of --clients DIR under
 the same names. --device emulated and --quick try all of it out on a CPU with tiny models. Bits need no quiet machine:
 --jobs runs scripts side by side there.
 """
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,7 @@ MODES = {  # what the scripts are asked for
 }
 # (case, budget in GiB, as a share of the script's peak in a quick run)
 PRESSURE = (("gpt-plain", 48, 0.83), ("gpt-plain", 40, 0.69), ("gpt-plain", 28, 0.49), ("moe", 68, 0.88), ("moe", 62, 0.80))
+PARTS = ("bits", "pressure", "idle", "shared")
 EMULATED_LINK = 8e9  # bytes a second, each direction: hooks/c_abi/stash_abi.cpp
 QUICK = {GPT: "--layers 3 --dim 128 --heads 4 --batch 8 --seq 128 --vocab 256 --steps 3 --warmup 2".split(),
          MOE: "--layers 2 --hidden 128 --experts 4 --top-k 2 --moe-intermediate 128 --batch 4 --seq 128 --vocab 512 --steps 4 "
@@ -67,6 +69,16 @@ def first_difference(got, expected):
         if one != other:
             return f"step {step}: {one} instead of {other}"
     return f"{len(got)} losses instead of {len(expected)}"
+
+
+def device_bytes():
+    """Bytes in use on the first GPU, by all processes; None where nobody tells."""
+    try:
+        said = subprocess.run(["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+                              capture_output=True, text=True, check=True).stdout
+        return int(said) << 20
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
 
 
 def ratio_of(rounds):
@@ -197,6 +209,27 @@ class Bench:
             if rounds:
                 print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio_of(rounds), "ratio", 1.0)
 
+    def shared(self):
+        """Two scripts, which together need a third more than the device's budget."""
+        cases = ("gpt-plain", "moe") if self.options.case is None else (self.options.case,) * 2
+        more = ["--deterministic", *([] if self.quick else ["--layers", "4"])]
+        plain = [self.peak(case, more) for case in cases]
+        if not all(peak for _, peak in plain):
+            return
+        budget, before, most = sum(peak for _, peak in plain) * 3 // 4, device_bytes(), 0
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(self.run_in, Path(folder), case, more, budget, self.options.tier, False) for case in cases]
+            while not all(one.done() for one in running):
+                most = max(most, (device_bytes() or 0) - (before or 0))
+                time.sleep(0.05)
+        for case, (alone, _), one in zip(cases, plain, running):
+            same = bool(one.result()) and one.result()["losses"] == alone["losses"]
+            self.bad = self.bad or not same
+            print_row(f"shared/{case}", "terrace", "losses_equal", int(same), "bool")
+        if before is not None:
+            self.bad = self.bad or most > budget
+            print_row("shared", "terrace", "hbm_peak_bytes", most, "B", budget)
+
     def rounds(self, case, count, budget, peer=None):
         """What each said in each round, all of which take turns at being first; [] where one failed."""
         sides = {"plain": (case, None), "terrace": (case, budget), **({"peer": (peer, None)} if peer else {})}
@@ -219,7 +252,7 @@ def main():
     parser.add_argument("--clients", type=Path, help="folder with the two scripts instead of bench/clients")
     parser.add_argument("--python", default=sys.executable, help="that has PyTorch, and transformers for the moe cases")
     parser.add_argument("--allocator", default="native", choices=["native", "terrace"])
-    parser.add_argument("--part", choices=["bits", "pressure", "idle"], help="one part; all where none is named")
+    parser.add_argument("--part", choices=PARTS, help="one part; all where none is named")
     parser.add_argument("--case", choices=list(MODES), help="one script in one mode")
     parser.add_argument("--tier", choices=["auto", "hbm", "ddr"], default="auto", help="of optimizer state")
     parser.add_argument("--pairs", type=int, help="3 under pressure and 30 without, where none is given")
@@ -236,7 +269,7 @@ def main():
     if missing:
         parser.error(f"--clients: {options.clients} has no {missing[0]}")
     bench = Bench(options)
-    for part in ("bits", "pressure", "idle"):
+    for part in PARTS:
         if options.part in (None, part):
             getattr(bench, part)()
     return 1 if bench.bad else 0

@@ -23,13 +23,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
     name: str
     seconds: int  # that it took on one H200, and some more
-    command: tuple  # of a benchmark: its name and options; of a test: its program, and what it is to run
+    command: tuple  # a benchmark and its options; a test program and its filter; a policy and its script; or a run.py
     timed: bool = True
     gpus: int = 1
     sanitizer: str = ""  # a tool of compute-sanitizer (docs/OPERATORS.md)
@@ -52,6 +53,7 @@ READINGS = (
     racecheck("selection", "op_dsa_test", "cuda/*.Selects*:cuda/*LongRows*:cuda/*Ties*"),
     racecheck("repeated", "op_dsa_test", "cuda/*SameBitsAgain*"),
     racecheck("dense", "op_attention_test", "cuda/*Every*:cuda/*Groups*:cuda/*Batches*"),
+    Reading("preload-shared", 120, ("preload", "--part", "shared")),
     # Two of these fill the machine.
     Reading("preload-bits-full-size", 300, ("preload", "--part", "bits", "--size", "full", "--steps", "2", "--jobs", "2")),
     pressure("gpt-plain"),
@@ -71,7 +73,10 @@ READINGS = (
     Reading("allocator", 120, ("allocator",)),
     Reading("long-context", 240, ("long_context",)),
     Reading("kernels", 120, ("kernels",)),
+    Reading("larger-than-hbm", 150, ("examples/pytorch/larger_than_hbm.toml", "examples/pytorch/larger_than_hbm.py")),
     Reading("rings", 40, ("rings",), gpus=2),
+    Reading("compatibility-fsdp2", 100, ("tests/hooks/compatibility/run.py", "--only", "FSDP2, two GPUs"), gpus=2),
+    Reading("compatibility-ddp", 100, ("tests/hooks/compatibility/run.py", "--only", "DDP, two GPUs"), gpus=2),
 )
 
 
@@ -87,6 +92,11 @@ def command_of(reading, options):
     if reading.sanitizer:
         return ["compute-sanitizer", "--tool", reading.sanitizer, "--error-exitcode", "1",
                 str((options.racecheck_build or options.build) / "bin" / program), f"--gtest_filter={more[0]}"]
+    terrace = str(options.build / "bin" / "terrace")
+    if program.endswith(".toml"):
+        return [terrace, "run", "--listen", "127.0.0.1:0", "--policy", str(ROOT / program), "--", sys.executable, str(ROOT / more[0])]
+    if program.endswith("/run.py"):
+        return [sys.executable, str(ROOT / program), "--terrace", terrace, *more]
     command = [sys.executable, str(HERE / "run_bench.py"), "--build", str(options.build), "--device", options.device]
     command += [program, *more]
     if program == "preload" and options.clients:
@@ -123,9 +133,9 @@ def say(result):
 def main(arguments):
     parser = argparse.ArgumentParser(prog="readings", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--list", action="store_true", help="names and seconds")
-    parser.add_argument("--build", type=Path, default=HERE.parent / "build" / "release")
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "release")
     parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"])
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "readings")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "readings")
     parser.add_argument("--seconds", type=float, default=3600, help="for all of them (default: an hour)")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="of names; may be repeated")
     parser.add_argument("--gpus", type=int, default=1, help="that the machine has")
