@@ -152,8 +152,8 @@ std::string policy_summary(const Policy& policy) {
   line("ddr         ", text_of(policy.ddr));
   line("nvme        ", policy.nvme.budget == 0_B
                            ? "nothing goes there"
-                           : "experts that DDR has no room for, up to " + format_bytes(policy.nvme.budget) +
-                                 " in " + policy.nvme.path);
+                           : "experts and optimizer state that DDR has no room for, up to " +
+                                 format_bytes(policy.nvme.budget) + " in " + policy.nvme.path);
   line("swapcore    ", text_of(policy.swapcore.mode));
   line("            ",
        "cached outputs: HBM " +

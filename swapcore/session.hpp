@@ -18,6 +18,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -85,9 +86,10 @@ class Session {
   // Pinned host memory for what lasts and lives there. Errors: kOutOfBudget, kOutOfMemory, as DdrPool says.
   [[nodiscard]] Result<BlockRef> allocate_host(Bytes size, Pool pool);
   // A file inside the policy's [nvme] budget, null where that is 0; it goes before the session, and takes
-  // nvme_bounce_bytes() of DDR. Of the library terrace_swapcore_nvme. Errors: those of NvmeTier::create.
+  // nvme_bounce_bytes() of that budget from DDR. Of the library terrace_swapcore_nvme. Errors: those of
+  // NvmeTier::create.
   [[nodiscard]] Result<std::unique_ptr<Tier>> open_nvme();
-  [[nodiscard]] Bytes nvme_bounce_bytes() const;
+  [[nodiscard]] static Bytes nvme_bounce_bytes(Bytes budget);
   struct RingOptions {
     Bytes slot;     // bytes of each
     int slots = 1;  // how many
@@ -101,6 +103,8 @@ class Session {
   [[nodiscard]] Result<std::unique_ptr<SlotRing>> open_ring(const RingOptions& options);
   // The compute stream waits for the event, and how long is counted under the reason.
   [[nodiscard]] Status wait_for(Event event, StallReason reason);
+  // The same of what the host waits for: the stream has nothing to do meanwhile. Errors: those of `wait`.
+  [[nodiscard]] Status wait_for(const std::function<Status()>& wait, StallReason reason);
   // Time that the compute stream waited elsewhere, under its reason.
   void count_stall(StallReason reason, double seconds);
 

@@ -15,8 +15,8 @@ constexpr std::uint64_t kPieces = 8;  // in flight
 constexpr Bytes kLeast = 64_KiB, kMost = 4_MiB;
 }  // namespace
 
-Bytes Session::nvme_bounce_bytes() const {
-  const Bytes piece = std::clamp(round_up(policy().nvme.budget / (8 * kPieces), kLeast), kLeast, kMost);
+Bytes Session::nvme_bounce_bytes(Bytes budget) {
+  const Bytes piece = std::clamp(round_up(budget / (8 * kPieces), kLeast), kLeast, kMost);
   return piece * kPieces + 4_KiB;
 }
 
@@ -26,7 +26,7 @@ Result<std::unique_ptr<Tier>> Session::open_nvme() {
   auto tier = NvmeTier::create(impl_->device, *impl_->ddr, *impl_->copies,
                                {.folder = nvme.path,
                                 .size = nvme.budget,
-                                .piece = (nvme_bounce_bytes() - 4_KiB) / kPieces,
+                                .piece = (nvme_bounce_bytes(nvme.budget) - 4_KiB) / kPieces,
                                 .pieces = kPieces});
   if (!tier) {
     Error error = std::move(tier).error();

@@ -13,7 +13,7 @@ Result<BlockRef> Session::allocate_host(Bytes size, Pool pool) {
     Error error = std::move(block).error();
     if (error.code == Errc::kOutOfBudget) {
       error.text = "out of DDR for " + format_bytes(size) + " (" + name_of(pool) + "): " + error.text +
-                   "; what would help in the policy: [ddr] budget = a larger size";
+                   "; what would help in the policy: [ddr] budget = a larger size, or [nvme] budget";
     }
     return error;
   }
@@ -40,9 +40,13 @@ Result<std::unique_ptr<SlotRing>> Session::open_ring(const RingOptions& options)
 }
 
 Status Session::wait_for(Event event, StallReason reason) {
+  return wait_for([&] { return impl_->device.wait(impl_->compute, event); }, reason);
+}
+
+Status Session::wait_for(const std::function<Status()>& wait, StallReason reason) {
   auto& probes = impl_->waits[reason];
   if (probes == nullptr) probes = std::make_unique<WaitProbes>(impl_->device);
-  return probes->around(impl_->compute, [&] { return impl_->device.wait(impl_->compute, event); });
+  return probes->around(impl_->compute, wait);
 }
 
 void Session::Impl::count_stall(StallReason reason, double seconds) {

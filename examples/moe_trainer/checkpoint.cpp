@@ -60,6 +60,18 @@ void in_pieces(Bytes whole, const Piece& piece) {
   for (Bytes at; at < whole; at += kStaging) piece(at, std::min(kStaging, whole - at));
 }
 
+// Walks the numbers of one that lives outside of HBM by the chunks that they lie in there.
+template <typename Piece>
+void in_chunks(const CheckpointTensor& tensor, const Piece& piece) {
+  const CheckpointTensor::Away& away = tensor.away;
+  const std::int64_t end = away.first + static_cast<std::int64_t>(tensor.bytes().count() / sizeof(float));
+  for (std::int64_t at = away.first; at < end;) {
+    const std::int64_t next = std::min(end, away.state->next_chunk(at));
+    piece(at, next - at);
+    at = next;
+  }
+}
+
 // Errors of a checkpoint's file keep their text; what was going on is said before.
 void written(const Status& status) {
   if (!status.ok()) throw Failure(ExitCode::kFailed, "the checkpoint was not saved: " + status.error().text);
@@ -90,6 +102,13 @@ void write_checkpoint(const std::string& path, const CheckpointInfo& info,
   auto writer = SafetensorsWriter::create(path, metadata, header);
   if (!writer.ok()) written(writer.error());
   for (const CheckpointTensor& tensor : tensors) {
+    if (tensor.away.state != nullptr) {
+      in_chunks(tensor, [&](std::int64_t first, std::int64_t count) {
+        const std::vector<float> numbers = tensor.away.state->read(tensor.away.kind, first, count);
+        written(writer->append(std::as_bytes(std::span(numbers))));
+      });
+      continue;
+    }
     const auto* from = reinterpret_cast<const std::byte*>(tensor.device);
     if (from == nullptr) {
       written(writer->append({reinterpret_cast<const std::byte*>(tensor.host), tensor.bytes().count()}));
@@ -128,6 +147,15 @@ void read_checkpoint(const std::string& path, const std::vector<CheckpointTensor
   const PinnedBuffer staging(device, kStaging);
   for (const CheckpointTensor& tensor : tensors) {
     const TensorInfo& info = found(reader, path, tensor.name, tensor.shape);
+    if (tensor.away.state != nullptr) {
+      in_chunks(tensor, [&](std::int64_t first, std::int64_t count) {
+        std::vector<float> numbers(static_cast<std::size_t>(count));
+        const Bytes at(static_cast<std::uint64_t>(first - tensor.away.first) * sizeof(float));
+        require(reader.read(info, at, std::as_writable_bytes(std::span(numbers))));
+        tensor.away.state->write(tensor.away.kind, first, numbers);
+      });
+      continue;
+    }
     auto* to = reinterpret_cast<Address>(tensor.device);
     if (to == nullptr) {
       require(reader.read(info, {}, {reinterpret_cast<std::byte*>(tensor.host), tensor.bytes().count()}));

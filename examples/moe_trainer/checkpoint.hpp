@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "examples/moe_trainer/state_home.hpp"
 #include "examples/moe_trainer/tensor.hpp"
 
 namespace terrace::trainer {
@@ -23,12 +24,18 @@ struct CheckpointInfo {
   std::uint64_t base_fingerprint = 0;  // of what adapters were put on by --base; 0: on what the seed made
 };
 
-// A tensor that a checkpoint holds, on the device or, where that is null, on the host.
+// A tensor that a checkpoint holds, on the device, on the host, or among a group's state outside of HBM.
 struct CheckpointTensor {
   std::string name;
   std::vector<std::int64_t> shape;
   float* device = nullptr;
   float* host = nullptr;
+  struct Away {
+    StateHome* state = nullptr;
+    StateKind kind = StateKind::kM;
+    std::int64_t first = 0;
+  };
+  Away away = {};
   [[nodiscard]] Bytes bytes() const;
 };
 

@@ -140,6 +140,9 @@ std::vector<SlotRing::ItemId> ExpertStore::from(std::size_t place, Way way) cons
     const SlotRing::ItemId item = layers_[static_cast<std::size_t>(at)].item;
     if (std::find(next.begin(), next.end(), item) == next.end()) next.push_back(item);
   }
+  for (const Layer& layer : layers_) {
+    if (layer.awaits_renewal) std::erase(next, layer.item);
+  }
   return next;
 }
 
@@ -292,6 +295,7 @@ void ExpertStore::renew() {
 // What the next step begins with is on its way at once.
 void ExpertStore::renew_behind(const ParameterGroup& group, Event event) {
   const std::size_t place = place_of(group);
+  layers_[place].awaits_renewal = false;
   const SlotRing::ItemId item = layers_[place].item;
   ring_->renew_behind(item, event, SlotRing::Kept::kRenewed);
   if (load_ == ExpertLoad::kLayer && place <= ahead_) require(ring_->expect({&item, 1}));

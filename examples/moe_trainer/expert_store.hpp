@@ -66,6 +66,8 @@ class ExpertStore {
   void begin_step();
   void end_step();  // the compute stream's work is done
 
+  // The group's experts will be written, and renew_behind() comes: nothing of them is fetched ahead of it.
+  void await_renewal(const ParameterGroup& group) { layers_[place_of(group)].awaits_renewal = true; }
   // The compute stream writes homes: whoever fetches them next waits for what it has to do now.
   void renew();
   // Another stream writes the group's: whoever fetches them next waits for the event. It has written the
@@ -96,6 +98,7 @@ class ExpertStore {
     HotSet hot;
     std::vector<SlotRing::PartSet> fired;  // by micro-batch, as far as the host knows
     Bytes counts_at;                       // of its first micro-batch, in counts_
+    bool awaits_renewal = false;
   };
   [[nodiscard]] std::size_t place_of(const ParameterGroup& group) const;
   [[nodiscard]] std::vector<SlotRing::ItemId> from(std::size_t place, Way way) const;

@@ -137,7 +137,7 @@ std::optional<RunRecord::Streamed> streamed_of(Trainer& trainer, const Session& 
   if (experts != nullptr) {
     const ExpertStore::Report report = experts->report();
     streamed.experts_in = experts->counters().fetched;
-    streamed.experts_nvme = trainer.model().nvme_bytes();
+    streamed.experts_nvme = trainer.model().nvme_bytes(Pool::kExpert);
     streamed.experts_from_nvme = experts->counters().from_tier;
     streamed.experts_kept = report.kept;
     streamed.experts_from_kept = experts->counters().from_kept;
@@ -151,6 +151,9 @@ std::optional<RunRecord::Streamed> streamed_of(Trainer& trainer, const Session& 
   if (trainer.state() != nullptr) {
     streamed.state_in = trainer.state()->counters().fetched;
     streamed.state_out = trainer.state()->counters().written_back;
+    streamed.state_nvme = trainer.model().nvme_bytes(Pool::kOptimizer);
+    streamed.state_from_nvme = trainer.state()->counters().from_tier;
+    streamed.state_to_nvme = trainer.state()->counters().to_tier;
   }
   if (const ExpertGradients* gradients = trainer.model().expert_gradients()) {
     streamed.state_in += gradients->counters().fetched;

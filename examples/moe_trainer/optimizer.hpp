@@ -49,7 +49,7 @@ class Optimizer final : public GroupKeeper {
   void step(Ops& ops, const StepsMade& made);
   // Later work of the compute stream finds all groups as stepped.
   void settle();
-  // The host waits until state in DDR is current, and may write it.
+  // After settle(): the host waits until state outside of HBM is current, and may write it.
   void drain() const;
 
   // Null where all state is in HBM.

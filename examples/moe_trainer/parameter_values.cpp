@@ -120,6 +120,8 @@ void ParameterGroup::fill_piece(Ops& ops, Stream stream, const Parameter& p, Ran
     if (here) return;
     copy_home(session, numbers_of(p), p.home.block_numbers, first, q_at, fill.count);
     copy_home(session, scales_of(p), p.home.block_scale, first_scale, scale_at, scales);
+  } else if (p.value_in_state()) {
+    p.home.state->store(StateKind::kValue, p.home.state_at + first, drawn(Dtype::kF32).f32(), fill.count);
   } else if (p.value != nullptr || (p.home.value == nullptr && p.copy != nullptr)) {
     fill.y = p.value != nullptr ? Out(p.value + first) : Out(p.copy + first);
     ops.run(stream, fill);
@@ -132,7 +134,7 @@ void ParameterGroup::fill_piece(Ops& ops, Stream stream, const Parameter& p, Ran
 
 void ParameterGroup::refresh_copies(Ops& ops, Stream stream) const {
   if (compute_ == Dtype::kF32) return;
-  const std::int64_t piece = value_home_ != nullptr || expert_home_ != nullptr ? kPiece : decayed_;
+  const std::int64_t piece = state_home_ != nullptr || expert_home_ != nullptr ? kPiece : decayed_;
   for (std::int64_t first = 0; first < decayed_;) {
     std::int64_t end = std::min(decayed_, first + piece);
     for (const std::int64_t border : {experts_, values_from_}) {
@@ -147,13 +149,13 @@ void ParameterGroup::refresh_copies(Ops& ops, Stream stream) const {
 void ParameterGroup::refresh_range(Ops& ops, Stream stream, std::int64_t first, std::int64_t count) const {
   Session& session = memory_->session();
   const StateRun there = home(first, count);
-  const StateExtent in_ddr = m_home_ != nullptr ? extent(there) : StateExtent{};
+  const StateExtent away = state_home_ != nullptr ? extent(there) : StateExtent{};
   Tensor values, copies;
-  if (in_ddr.values > 0) {
+  if (away.values > 0) {
     values = memory_->tensor(1, count, Pool::kScratch);
-    copy_numbers(session, Direction::kH2D, values.f32(), there.value, count);
+    state_home_->load(StateKind::kValue, first, values.f32(), count);
   }
-  if (in_ddr.copies > 0) copies = memory_->tensor(1, count, Pool::kScratch, compute_);
+  if (away.copies > 0) copies = memory_->tensor(1, count, Pool::kScratch, compute_);
   ops.run(stream, Convert{.count = count,
                           .x = values ? In(values) : In(value_at(first, {})),
                           .y = copies ? Out(copies) : copy_at(first, {})});
@@ -187,9 +189,13 @@ void set_values(Session& session, const Parameter& parameter, std::int64_t first
                 std::span<const float> from) {
   const Parameter::Home& home = parameter.home;
   // The start is copied there in order of the compute stream.
-  if (home.value != nullptr || home.copy != nullptr || home.block_numbers != nullptr)
+  if (home.state != nullptr || home.value != nullptr || home.copy != nullptr || home.block_numbers != nullptr)
     require(session.device().synchronize(session.compute()));
   if (parameter.in_blocks()) return set_blocks(session, parameter, first, from);
+  if (parameter.value_in_state()) {
+    home.state->write(StateKind::kValue, home.state_at + first, from);
+    return;
+  }
   if (home.value != nullptr) {
     put_home<float>(session, numbers_of(parameter), home.value, first, from);
     return;
@@ -224,6 +230,11 @@ std::vector<std::byte> home_bytes(const HomeArray& array, const T* home) {
 }  // namespace
 
 std::vector<std::byte> home_numbers(const Parameter& p) {
+  if (p.value_in_state()) {
+    const std::vector<float> values = p.home.state->read(StateKind::kValue, p.home.state_at, p.count());
+    const auto bytes = std::as_bytes(std::span(values));
+    return {bytes.begin(), bytes.end()};
+  }
   if (p.home.block_numbers != nullptr) return home_bytes(numbers_of(p), p.home.block_numbers);
   if (p.home.value != nullptr) return home_bytes(numbers_of(p), p.home.value);
   return home_bytes(numbers_of(p), p.home.copy);

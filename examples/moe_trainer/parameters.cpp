@@ -166,12 +166,17 @@ Bytes ParameterGroup::expert_bytes(const Allocation& how) {
 
 bool ParameterGroup::trains_experts() const { return experts_ > 0; }
 
-Bytes ParameterGroup::state_home_bytes(const Allocation& how) const {
+StateHome::Plan ParameterGroup::state_plan(const Allocation& how) const {
   if (how.state != StateTier::kDdr) return {};
-  Bytes bytes = bytes_of_numbers(trained_, 2 * sizeof(float));
-  if (how.compute != Dtype::kF32) bytes += bytes_of_numbers(copied_, sizeof(float));
-  if (how.gradients == StateTier::kDdr) bytes += bytes_of_numbers(experts_, sizeof(float));
-  return bytes;
+  return {.numbers = trained_,
+          .values = how.compute != Dtype::kF32 ? copied_ : 0,
+          .chunk = how.state_chunk,
+          .cold = how.cold_state,
+          .tier = how.cold};
+}
+
+Bytes ParameterGroup::gradient_home_bytes(const Allocation& how) const {
+  return how.gradients == StateTier::kDdr ? bytes_of_numbers(experts_, sizeof(float)) : 0_B;
 }
 
 void ParameterGroup::allocate(Memory& memory, Ops& ops, Stream stream, const Allocation& how) {
@@ -228,7 +233,7 @@ void ParameterGroup::reserve_experts(const Allocation& how) {
   if (how.cold_experts == 0) return;
   std::vector<SlotRing::PartRange> cold = expert_ranges();
   std::erase_if(cold, [](const SlotRing::PartRange& range) { return range.home != nullptr; });
-  cold_experts_ = std::make_unique<ColdExperts>(*memory_, *how.cold, std::move(cold));
+  cold_experts_ = std::make_unique<ColdRanges>(*memory_, *how.cold, Pool::kExpert, std::move(cold));
 }
 
 void ParameterGroup::reserve_state(const Allocation& how) {
@@ -237,14 +242,7 @@ void ParameterGroup::reserve_state(const Allocation& how) {
     if (trained_ > by_muon_) v_ = memory_->zeros(1, trained_ - by_muon_, Pool::kOptimizer);
     return;
   }
-  const auto zeros = [this](std::int64_t numbers) {
-    BlockRef block = memory_->host_block(bytes_of_numbers(numbers, sizeof(float)), Pool::kOptimizer);
-    std::memset(block->address, 0, block->size.count());
-    return block;
-  };
-  m_home_ = zeros(trained_);
-  v_home_ = zeros(trained_);
-  if (how.compute != Dtype::kF32 && copied_ > 0) value_home_ = zeros(copied_);
+  state_home_ = std::make_unique<StateHome>(*memory_, state_plan(how));
 }
 
 void ParameterGroup::set_pointers() {
@@ -275,13 +273,13 @@ void ParameterGroup::set_pointers() {
 }
 
 void ParameterGroup::set_home_pointers(Parameter& parameter, std::int64_t offset) const {
-  if (m_home_ == nullptr) return;
+  if (state_home_ == nullptr) return;
+  parameter.home.state = state_home_.get();
+  parameter.home.state_at = offset;
+  if (expert_home_ == nullptr || offset >= experts_) return;
   const StateRun at = home(offset, 0);
-  const StateExtent there = extent({.first = offset, .count = parameter.count()});
-  parameter.home.m = at.m;
-  parameter.home.v = at.v;
-  if (there.values > 0) parameter.home.value = at.value;
-  if (there.copies > 0) parameter.home.copy = at.copy;
+  parameter.home.value = at.value;
+  parameter.home.copy = at.copy;
 }
 
 namespace {
@@ -373,12 +371,7 @@ StateRun ParameterGroup::home(std::int64_t first, std::int64_t count) const {
   const auto floats = [first](const BlockRef& block) {
     return block != nullptr ? reinterpret_cast<float*>(block->address) + first : nullptr;
   };
-  StateRun run{.first = first,
-               .count = count,
-               .value = floats(value_home_),
-               .m = floats(m_home_),
-               .v = floats(v_home_),
-               .gradient = floats(expert_gradient_home_)};
+  StateRun run{.first = first, .count = count, .gradient = floats(expert_gradient_home_)};
   if (expert_home_ == nullptr) return run;
   if (compute_ == Dtype::kF32) run.value = floats(expert_home_);
   if (compute_ == Dtype::kBf16) run.copy = reinterpret_cast<Bf16*>(expert_home_->address) + first;
@@ -394,7 +387,7 @@ ParameterGroup::StateExtent ParameterGroup::extent(const StateRun& run) const {
   if (compute_ == Dtype::kF32) {
     extent.values = experts;
   } else {
-    extent.values = value_home_ != nullptr ? before(copied_) : 0;
+    extent.values = state_home_ != nullptr ? before(copied_) : 0;
     extent.copies = experts;
   }
   return extent;

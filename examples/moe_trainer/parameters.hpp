@@ -10,8 +10,9 @@
 // Of a frozen group only what is declared as trained has a gradient of use and moments. Its other matrices
 // are kept once, in the type that products read or in blocks of 8-bit numbers, and its vectors as they are.
 //
-// State may live in pinned host memory (policy: optimizer.tier, experts.resident): then a StateStream takes
-// it through HBM while it is stepped, and an ExpertStore while experts are used.
+// State may live in pinned host memory, or on NVMe where that has no room (policy: optimizer.tier,
+// experts.resident, nvme): then a StateStream takes it through HBM while it is stepped, and an ExpertStore
+// while experts are used.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +23,11 @@
 #include <string>
 #include <vector>
 
-#include "examples/moe_trainer/cold_experts.hpp"
+#include "examples/moe_trainer/cold_ranges.hpp"
 #include "examples/moe_trainer/memory.hpp"
 #include "examples/moe_trainer/ops/muon.hpp"
 #include "examples/moe_trainer/ops/ops.hpp"
+#include "examples/moe_trainer/state_home.hpp"
 #include "examples/moe_trainer/tensor.hpp"
 
 namespace terrace::trainer {
@@ -72,15 +74,18 @@ struct Parameter {
   // Of a frozen matrix in blocks, which has neither value nor copy: rows of the last dimension.
   std::int8_t* block_numbers = nullptr;
   float* block_scale = nullptr;
-  // Of what lives in DDR, where it does: the pointers above are null, those of experts outside of their use.
+  // Of what lives outside of HBM: the pointers above are null, those of experts outside of their use.
   struct Home {
-    float *value = nullptr, *m = nullptr, *v = nullptr;
+    // Moments, and fp32 values of what products read in bf16: from that number of the group's on.
+    StateHome* state = nullptr;
+    std::int64_t state_at = 0;
+    float* value = nullptr;
     Bf16* copy = nullptr;
     std::int8_t* block_numbers = nullptr;
     float* block_scale = nullptr;
     // Of frozen experts some of which live on NVMe: the pointers above hold `warm` matrices of the stack, and
     // the others are there, at these bytes of the block of experts on. Null: all are in DDR.
-    ColdExperts* cold = nullptr;
+    ColdRanges* cold = nullptr;
     std::int64_t warm = 0;
     Bytes numbers_at{}, scales_at{};
   } home{};
@@ -92,6 +97,9 @@ struct Parameter {
   [[nodiscard]] std::int64_t count() const;
   [[nodiscard]] std::int64_t width() const { return shape.back(); }
   [[nodiscard]] bool trained() const { return training == Training::kYes; }
+  [[nodiscard]] bool value_in_state() const {
+    return home.state != nullptr && home.state->has_value(home.state_at);
+  }
   [[nodiscard]] bool in_blocks() const { return block_numbers != nullptr || home.block_numbers != nullptr; }
   [[nodiscard]] std::int64_t scale_count() const { return count() / width() * blocks_of(width()); }
   // What products read: the copy, or the value where there is none. Precondition: not in blocks.
@@ -128,13 +136,16 @@ class ParameterGroup {
     Pool expert_pool = Pool::kWeights;    // that their block counts in
     MatrixRule matrices = MatrixRule::kAdamW;  // Muon has its state in HBM
     StateTier gradients = StateTier::kHbm;     // of experts; in DDR together with the state
-    Tier* cold = nullptr;                      // where those are that DDR has no room for
+    Tier* cold = nullptr;                      // where is what DDR has no room for
     std::int64_t cold_experts = 0;             // so many, the last; of frozen ones in DDR only, and not all
+    std::int64_t state_chunk = 0;              // of state in DDR, as StateHome::Plan has it
+    std::vector<bool> cold_state = {};         // its chunks on NVMe
   };
   // Bytes of what products read of the experts, and whether they are trained.
   [[nodiscard]] Bytes expert_bytes(const Allocation& how);
-  // Of state and gradients in DDR. After expert_bytes().
-  [[nodiscard]] Bytes state_home_bytes(const Allocation& how) const;
+  // Of state outside of HBM, and of experts' gradients there. After expert_bytes().
+  [[nodiscard]] StateHome::Plan state_plan(const Allocation& how) const;
+  [[nodiscard]] Bytes gradient_home_bytes(const Allocation& how) const;
   [[nodiscard]] bool trains_experts() const;
   // Reserves the arenas and sets the starting values; the copies are made by refresh_copies(). Throws
   // OutOfMemory.
@@ -153,8 +164,10 @@ class ParameterGroup {
   // As step(), those numbers whose state the run holds.
   void step_run(Ops& ops, Stream stream, AdamW update, std::optional<Part> only, const StateRun& run) const;
 
-  // Numbers whose state lives in DDR, all of the group's or none, and where.
-  [[nodiscard]] std::int64_t streamed_count() const { return m_home_ != nullptr ? trained_ : 0; }
+  // Numbers whose state lives outside of HBM, all of the group's or none, and where.
+  [[nodiscard]] std::int64_t streamed_count() const { return state_home_ != nullptr ? trained_ : 0; }
+  [[nodiscard]] const StateHome* state_home() const { return state_home_.get(); }
+  // Where in DDR is what goes along: copies or values of experts whose block is there, and gradients.
   [[nodiscard]] StateRun home(std::int64_t first, std::int64_t count) const;
   struct StateExtent {  // numbers at the front of a run that have a value there, a copy, a gradient
     std::int64_t values = 0, copies = 0, gradients = 0;
@@ -177,7 +190,7 @@ class ParameterGroup {
   // Where each expert's numbers lie in the block and live, in order; an expert is a part. Those on NVMe have
   // no home.
   [[nodiscard]] std::vector<SlotRing::PartRange> expert_ranges() const;
-  [[nodiscard]] const ColdExperts* cold_experts() const { return cold_experts_.get(); }  // null: none
+  [[nodiscard]] const ColdRanges* cold_experts() const { return cold_experts_.get(); }  // null: none
   // Puts the experts' pointers into a block that holds their bytes; null: they are where they live.
   void place_experts(std::byte* block);
   ExpertStore* expert_store = nullptr;  // set by the store that serves this group
@@ -237,7 +250,7 @@ class ParameterGroup {
   // The values without the first `values_from_` numbers, the copies without the first `experts_`.
   std::int64_t values_from_ = 0;
   Tensor values_, gradients_, m_, v_, copies_;
-  BlockRef value_home_, m_home_, v_home_;  // in DDR: of the first values_from_ numbers, of all trained ones
+  std::unique_ptr<StateHome> state_home_;  // values of the first values_from_ numbers, moments of all trained
   std::int64_t gradients_from_ = 0;        // gradients_ without so many, which are in DDR
   float* placed_gradients_ = nullptr;      // where those are in HBM, while they are
   BlockRef expert_gradient_home_;
@@ -251,7 +264,7 @@ class ParameterGroup {
   BlockRef expert_block_, expert_home_;
   std::int64_t warm_experts_ = 0;      // in expert_home_, where that is
   std::vector<Bytes> expert_home_at_;  // of expert_arrays() in expert_home_
-  std::unique_ptr<ColdExperts> cold_experts_;
+  std::unique_ptr<ColdRanges> cold_experts_;
 };
 
 // Numbers first .. first + from.size() of a parameter, from the host; rounded where only a copy is kept. Of

@@ -191,6 +191,9 @@ void write_report(const std::string& path, const RunRecord& record, const Sessio
     }
     report["state_fetched_bytes"] = record.streamed->state_in.count();
     report["state_written_bytes"] = record.streamed->state_out.count();
+    report["state_nvme_bytes"] = record.streamed->state_nvme.count();
+    report["state_from_nvme_bytes"] = record.streamed->state_from_nvme.count();
+    report["state_to_nvme_bytes"] = record.streamed->state_to_nvme.count();
     report["expert_stall_seconds"] = counters.expert_stall_seconds;
     report["router_stall_seconds"] = counters.router_stall_seconds;
     report["optimizer_stall_seconds"] = counters.optimizer_stall_seconds;

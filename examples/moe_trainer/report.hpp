@@ -38,8 +38,9 @@ struct RunRecord {
     Bytes experts_in, state_in, state_out;     // over the link, in all steps
     Bytes experts_resident, experts_streamed;  // held in HBM, slots included, and in DDR
     Bytes experts_nvme, experts_from_nvme;     // live there, and came from there
-    Bytes experts_kept, experts_from_kept;     // room for copies of hot ones, and what came from there
-    std::string experts_load;                  // as it was at the end; empty: all are resident
+    Bytes state_nvme, state_from_nvme, state_to_nvme;
+    Bytes experts_kept, experts_from_kept;  // room for copies of hot ones, and what came from there
+    std::string experts_load;               // as it was at the end; empty: all are resident
     double experts_fired_share = 1;
     std::optional<double> experts_break_even_share;
   };

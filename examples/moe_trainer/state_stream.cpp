@@ -11,11 +11,9 @@ namespace terrace::trainer {
 
 namespace {
 
-constexpr int kSlots = 4;  // one is stepped, one leaves, and two arrive: neither direction waits for a kernel
-// Numbers in a chunk. Two moments and a value are 12 bytes each: with 8 Mi numbers a copy takes two
-// milliseconds, against which its launch is nothing; small models have small rings.
-constexpr std::int64_t kLeast = std::int64_t{1} << 12, kMost = std::int64_t{1} << 23;
-constexpr std::int64_t kChunks = 64;  // of a small model, as many
+// One is stepped, one leaves, and two arrive: neither direction waits for a kernel. A file takes longer to
+// answer and to be written than the link: two more are on their way.
+constexpr std::size_t kSlots = 4, kSlotsWithFile = 6;
 
 // Parts of a chunk: gradients come when they are final, the rest ahead of that.
 constexpr std::uint32_t kState = 0, kGradients = 1;
@@ -26,18 +24,37 @@ SlotRing::Piece piece(const void* home, std::int64_t count, std::size_t each, Sl
   return {at, Bytes(static_cast<std::uint64_t>(count) * each), flow, kState};
 }
 
+SlotRing::Piece piece(const StateHome::Place& home, std::int64_t count) {
+  SlotRing::Piece both_ways = piece(home.in_ddr, count, sizeof(float), SlotRing::Flow::kBoth);
+  both_ways.cold = home.on_tier;
+  return both_ways;
+}
+
 // m, v, then what there is of values, of copies and of gradients.
-std::vector<SlotRing::Piece> pieces_of(const StateRun& home, const ParameterGroup::StateExtent& extent) {
+std::vector<SlotRing::Piece> pieces_of(const StateHome::Chunk& state, const StateRun& home,
+                                       const ParameterGroup::StateExtent& extent) {
   using Flow = SlotRing::Flow;
-  std::vector<SlotRing::Piece> pieces = {piece(home.m, home.count, sizeof(float), Flow::kBoth),
-                                         piece(home.v, home.count, sizeof(float), Flow::kBoth)};
-  if (extent.values > 0) pieces.push_back(piece(home.value, extent.values, sizeof(float), Flow::kBoth));
+  std::vector<SlotRing::Piece> pieces = {piece(state.of(StateKind::kM), home.count),
+                                         piece(state.of(StateKind::kV), home.count)};
+  if (state.values > 0) {
+    pieces.push_back(piece(state.of(StateKind::kValue), extent.values));
+  } else if (extent.values > 0) {  // what products read of experts
+    pieces.push_back(piece(home.value, extent.values, sizeof(float), Flow::kBoth));
+  }
   if (extent.copies > 0) pieces.push_back(piece(home.copy, extent.copies, sizeof(Bf16), Flow::kOut));
   if (extent.gradients > 0) {
     pieces.push_back(piece(home.gradient, extent.gradients, sizeof(float), Flow::kIn));
     pieces.back().part = kGradients;
   }
   return pieces;
+}
+
+// An error of the file says whose state could not come.
+void require_of(const ParameterGroup& group, const Status& here) {
+  if (here) return;
+  Error error = here.error();
+  error.text = "optimizer state of " + group.name() + ": " + error.text;
+  fail(std::move(error));
 }
 
 }  // namespace
@@ -86,24 +103,25 @@ void StateStream::open(const Groups& groups) {
   ready_ = new_event();
   scratch_.emplace(session_, *stream_, ready_);
   ops_ = require(make_ops(device_, *scratch_));
-  std::int64_t total = 0, largest = 0;
+  std::int64_t chunk = 0;
   bool gradients = false;
+  Tier* tier = nullptr;
   for (const ParameterGroup* group : groups) {
-    total += group->streamed_count();
-    largest = std::max(largest, group->streamed_count());
+    chunk = std::max(chunk, group->state_home()->chunk());
     gradients = gradients || group->expert_gradient_home() != nullptr;
+    if (group->state_home()->tier() != nullptr) tier = group->state_home()->tier();
   }
-  // A multiple of 64: what begins a chunk is aligned as what begins an arena.
-  const std::int64_t chunk =
-      std::min((largest + 63) / 64 * 64, std::clamp(total / kChunks / 64 * 64, kLeast, kMost));
+  with_file_ = tier != nullptr;
+  slots_ = with_file_ ? kSlotsWithFile : kSlots;
   const ParameterGroup::StateExtent all{.values = chunk, .copies = chunk, .gradients = gradients ? chunk : 0};
   const StateRun longest{.count = chunk};
-  ring_ = require(session_.open_ring({.slot = SlotRing::slot_bytes(pieces_of(longest, all)),
-                                      .slots = kSlots,
+  ring_ = require(session_.open_ring({.slot = SlotRing::slot_bytes(pieces_of({}, longest, all)),
+                                      .slots = static_cast<int>(slots_),
                                       .pool = Pool::kOptimizer,
                                       .user = *stream_,
-                                      .reason = CopyReason::kOptimizer}));
-  for (const ParameterGroup* group : groups) add_chunks(*group, chunk);
+                                      .reason = CopyReason::kOptimizer,
+                                      .cold = tier}));
+  for (const ParameterGroup* group : groups) add_chunks(*group);
 }
 
 Event StateStream::new_event() {
@@ -111,18 +129,18 @@ Event StateStream::new_event() {
   return events_.back();
 }
 
-void StateStream::add_chunks(const ParameterGroup& group, std::int64_t chunk) {
+void StateStream::add_chunks(const ParameterGroup& group) {
   Group& of = groups_[&group];
   of.first = sequence_.size();
   of.stepped = new_event();
   of.home = new_event();
   of.made = new_event();
   if (group.expert_gradient_home() != nullptr) of.gradients = new_event();
-  for (std::int64_t first = 0; first < group.streamed_count(); first += chunk) {
-    const StateRun home = group.home(first, std::min(chunk, group.streamed_count() - first));
+  for (const StateHome::Chunk& chunk : group.state_home()->chunks()) {
+    const StateRun home = group.home(chunk.first, chunk.count);
     const ParameterGroup::StateExtent extent = group.extent(home);
-    const SlotRing::ItemId item = ring_->add(pieces_of(home, extent));
-    of.chunks.push_back({item, home, extent});
+    const SlotRing::ItemId item = ring_->add(pieces_of(chunk, home, extent));
+    of.chunks.push_back({item, {.first = chunk.first, .count = chunk.count}, extent});
     want(of.chunks.back(), Wanted::kAhead);
     sequence_.push_back(item);
   }
@@ -131,7 +149,7 @@ void StateStream::add_chunks(const ParameterGroup& group, std::int64_t chunk) {
 // As many as there are slots, from a place in the sequence on; behind its end the next step begins.
 void StateStream::expect_from(std::size_t place) {
   std::vector<SlotRing::ItemId> next;
-  for (std::size_t i = 0; i < std::min<std::size_t>(kSlots, sequence_.size()); ++i) {
+  for (std::size_t i = 0; i < std::min(slots_, sequence_.size()); ++i) {
     next.push_back(sequence_[(place + i) % sequence_.size()]);
   }
   require(ring_->expect(next));
@@ -172,26 +190,50 @@ void StateStream::step(const ParameterGroup& group, std::span<const Update> upda
   Group& of = found->second;
   if (!of.made_before) gradients_made(group);
   of.made_before = false;
-  require(device_.wait(*stream_, of.made));
-  for (std::size_t i = 0; i < of.chunks.size(); ++i) {
-    expect_from(of.first + i);
-    step_chunk(group, of.chunks[i], updates);
-  }
+  of.updates.assign(updates.begin(), updates.end());
+  of.pending = true;
+  if (group.expert_store != nullptr && group.trains_experts()) group.expert_store->await_renewal(group);
+  due_.push_back(&group);
+  go_on();
+}
+
+// The next chunk that is due. False: there is none, or a file has not answered yet.
+bool StateStream::step_next() {
+  if (due_.empty()) return false;
+  const ParameterGroup& group = *due_.front();
+  Group& of = groups_.at(&group);
+  const Chunk& chunk = of.chunks[next_chunk_];
+  expect_from(of.first + next_chunk_);
+  if (with_file_ && !ring_->is_here(chunk.item)) return false;
+  if (next_chunk_ == 0) require(device_.wait(*stream_, of.made));
+  step_chunk(group, chunk, of.updates);
+  if (++next_chunk_ < of.chunks.size()) return true;
+  next_chunk_ = 0;
+  due_.pop_front();
+  finish(group, of);
+  return true;
+}
+
+void StateStream::go_on() {
+  while (step_next()) continue;
+}
+
+void StateStream::finish(const ParameterGroup& group, Group& of) {
   for (const Chunk& chunk : of.chunks) want(chunk, Wanted::kAhead);
   of.final = false;
   expect_from(of.first + of.chunks.size());
   require(device_.record(*stream_, of.stepped));
-  of.pending = true;
   renew_experts(group, of);
 }
 
 void StateStream::step_chunk(const ParameterGroup& group, const Chunk& chunk,
                              std::span<const Update> updates) {
-  const std::span<const Address> at = require(ring_->acquire(chunk.item));
-  StateRun run{.first = chunk.home.first,
-               .count = chunk.home.count,
-               .m = reinterpret_cast<float*>(at[0]),
-               .v = reinterpret_cast<float*>(at[1])};
+  const auto acquired = ring_->acquire(chunk.item);
+  if (!acquired) require_of(group, acquired.error());
+  const std::span<const Address> at = *acquired;
+  StateRun run = chunk.run;
+  run.m = reinterpret_cast<float*>(at[0]);
+  run.v = reinterpret_cast<float*>(at[1]);
   std::size_t next = 2;
   if (chunk.extent.values > 0) run.value = reinterpret_cast<float*>(at[next++]);
   if (chunk.extent.copies > 0) run.copy = reinterpret_cast<Bf16*>(at[next++]);
@@ -225,14 +267,22 @@ void StateStream::renew_experts(const ParameterGroup& group, const Group& of) {
 }
 
 bool StateStream::settle(const ParameterGroup& group) {
+  go_on();
+  if (with_file_ && due_.empty()) expect_from(0);  // in slots that were being stored when the update ended
   const auto found = groups_.find(&group);
   if (found == groups_.end() || !found->second.pending) return false;
   found->second.pending = false;
+  while (std::find(due_.begin(), due_.end(), &group) != due_.end()) {
+    if (step_next()) continue;
+    const auto file = [&] { return ring_->bring_here(next_due().item); };
+    require_of(*due_.front(), session_.wait_for(file, StallReason::kOptimizerLate));
+  }
   require(session_.wait_for(found->second.stepped, StallReason::kOptimizerLate));
   return true;
 }
 
 void StateStream::drain() {
+  TERRACE_CHECK(due_.empty(), "every group has been settled");
   require(device_.synchronize(*stream_));
   require(ring_->drain());
   for (const SlotRing::ItemId item : sequence_) require(ring_->forget(item));

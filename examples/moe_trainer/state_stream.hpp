@@ -1,9 +1,12 @@
-// The optimizer's state in DDR: chunks of it pass through a ring of HBM slots while they are stepped.
+// The optimizer's state outside of HBM: chunks of it pass through a ring of HBM slots while they are stepped.
 //
 // Groups are stepped on a stream of their own, one behind another in an order that is always the same: the
 // next chunks are fetched while one is stepped and the last ones are copied home. The compute stream meets it
 // twice: a group is stepped behind the work that made its gradients, and the compute stream waits for it
 // before it reads the group again. So copies run beside the backward pass and the next forward.
+//
+// For chunks on NVMe the host waits, since no stream can. So it steps as far as files have answered, goes on
+// each time that a group is used, and waits for a file only where the compute stream needs what comes of it.
 #pragma once
 
 #include <deque>
@@ -33,8 +36,8 @@ class StreamScratch final : public ScratchSource {
 class StateStream {
  public:
   using Groups = std::vector<const ParameterGroup*>;
-  // Of groups whose state lives in DDR, in the order in which they are stepped; null where there is none.
-  // Throws OutOfMemory, Failure.
+  // Of groups whose state lives outside of HBM, in the order in which they are stepped; null where there is
+  // none. Throws OutOfMemory, Failure.
   [[nodiscard]] static std::unique_ptr<StateStream> of(Session& session, const Groups& groups);
   ~StateStream();
   StateStream(const StateStream&) = delete;
@@ -54,14 +57,15 @@ class StateStream {
   void step(const ParameterGroup& group, std::span<const Update> updates);
   // Later work of the compute stream finds the group stepped. Whether it has been since the last call.
   bool settle(const ParameterGroup& group);
-  // The host waits until all state in DDR is that of the last step. After it the host may write it.
+  // The host waits until all homes hold the state of the last step. After it the host may write them.
+  // Precondition: every group has been settled.
   void drain();
   [[nodiscard]] const SlotRing::Counters& counters() const { return ring_->counters(); }
 
  private:
   struct Chunk {
     SlotRing::ItemId item;
-    StateRun home;
+    StateRun run;  // without addresses
     ParameterGroup::StateExtent extent;
   };
   struct Group {
@@ -69,6 +73,7 @@ class StateStream {
     std::size_t first = 0;    // of them in sequence_
     Event stepped{}, home{};  // on the stream, and when the copies home have arrived
     bool pending = false;
+    std::vector<Update> updates;
     Event made{};  // its gradients, on the compute stream
     bool made_before = false;
     Event gradients{};  // have arrived in DDR; where they live there
@@ -78,10 +83,14 @@ class StateStream {
   void want(const Chunk& chunk, Wanted wanted);
   StateStream(Session& session, const Groups& groups);
   void open(const Groups& groups);
-  void add_chunks(const ParameterGroup& group, std::int64_t chunk);
+  void add_chunks(const ParameterGroup& group);
   void close();
   [[nodiscard]] Event new_event();
   void expect_from(std::size_t place);
+  [[nodiscard]] const Chunk& next_due() const { return groups_.at(due_.front()).chunks[next_chunk_]; }
+  bool step_next();
+  void go_on();
+  void finish(const ParameterGroup& group, Group& of);
   void step_chunk(const ParameterGroup& group, const Chunk& chunk, std::span<const Update> updates);
   void renew_kept_experts(const ParameterGroup& group, const StateRun& run,
                           const ParameterGroup::StateExtent& extent);
@@ -98,6 +107,10 @@ class StateStream {
   std::unique_ptr<Ops> ops_;
   std::map<const ParameterGroup*, Group> groups_;
   std::vector<SlotRing::ItemId> sequence_;  // all chunks, in the order in which they are stepped
+  std::size_t slots_ = 0;
+  bool with_file_ = false;
+  std::deque<const ParameterGroup*> due_;  // not yet stepped, in order, and how far the first of them is
+  std::size_t next_chunk_ = 0;
   std::unique_ptr<SlotRing> ring_;
 };
 

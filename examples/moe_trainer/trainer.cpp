@@ -158,10 +158,15 @@ std::vector<CheckpointTensor> Trainer::checkpoint_tensors() const {
     }
     if (!parameter->trained()) continue;  // it is still what the seed, or the model's folder, made it
     const Parameter::Home& home = parameter->home;
-    tensors.push_back({array.name, array.shape, parameter->value, home.value});
-    tensors.push_back({array.name + ".m", array.shape, parameter->m, home.m});
-    if (parameter->v == nullptr && home.v == nullptr) continue;  // Muon's
-    tensors.push_back({array.name + ".v", array.shape, parameter->v, home.v});
+    const auto away = [&home](StateKind kind) {
+      return CheckpointTensor::Away{.state = home.state, .kind = kind, .first = home.state_at};
+    };
+    CheckpointTensor value{array.name, array.shape, parameter->value, home.value};
+    if (parameter->value_in_state()) value.away = away(StateKind::kValue);
+    tensors.push_back(std::move(value));
+    tensors.push_back({array.name + ".m", array.shape, parameter->m, nullptr, away(StateKind::kM)});
+    if (parameter->v == nullptr && home.state == nullptr) continue;  // Muon's
+    tensors.push_back({array.name + ".v", array.shape, parameter->v, nullptr, away(StateKind::kV)});
   }
   return tensors;
 }

@@ -47,6 +47,7 @@ SlotRing::~SlotRing() {
     end(slot.in);
     end(slot.out);
     for (const TierTicket& load : slot.loads) (void)load.synchronize();
+    for (const TierTicket& store : slot.stores) (void)store.synchronize();
   }
   // The slots go back in order of the stream they came from, which knows nothing of the user's.
   (void)parts_.device.synchronize(parts_.user);
@@ -94,16 +95,30 @@ SlotRing::ItemId SlotRing::add(Item item, Bytes size, std::uint32_t parts) {
   return {static_cast<std::uint32_t>(items_.size() - 1)};
 }
 
-// An empty slot, or the one longest untouched; null where all are in use or spared.
-SlotRing::Slot* SlotRing::free_slot(std::span<const ItemId> spared) {
+// An empty slot, or the one longest untouched; null where all are in use, spared or passed.
+SlotRing::Slot* SlotRing::free_slot(std::span<const ItemId> spared, Leaving leaving) {
   Slot* best = nullptr;
   for (Slot& slot : slots_) {
     if (slot.state == State::kInUse) continue;
+    if (leaving == Leaving::kPassed && !all_done(slot.stores)) continue;
     if (slot.state == State::kEmpty) return &slot;
     const bool is_spared = std::find(spared.begin(), spared.end(), ItemId{slot.item}) != spared.end();
     if (!is_spared && (best == nullptr || slot.age < best->age)) best = &slot;
   }
   return best;
+}
+
+bool SlotRing::all_done(const std::vector<TierTicket>& transfers) {
+  return std::all_of(transfers.begin(), transfers.end(),
+                     [](const TierTicket& transfer) { return transfer.done(); });
+}
+
+void SlotRing::end_stores(Slot& slot) {
+  for (const TierTicket& store : slot.stores) {
+    Status how = store.synchronize();
+    if (stored_) stored_ = std::move(how);
+  }
+  slot.stores.clear();
 }
 
 // Has the gate wait for everything that a copy into the slot comes behind, and the fence stand there.
@@ -133,6 +148,7 @@ void SlotRing::give_up(Slot& slot) {
   TERRACE_CHECK(slot.state != State::kInUse, "what is in use stays in its slot");
   for (const TierTicket& load : slot.loads) (void)load.synchronize();
   slot.loads.clear();
+  end_stores(slot);
   items_[slot.item].slot = -1;
   slot.state = State::kEmpty;
 }
@@ -166,6 +182,8 @@ Status SlotRing::bring(Slot& slot, ItemId id) {
   Item& item = items_[id.index];
   const bool begins = item.slot < 0;
   if (begins) give_up(slot);
+  end_stores(slot);
+  if (!stored_) return stored_;
   if (Status ready = fence(slot, item); !ready) return ready;
   if (begins) occupy(slot, id);
   PartSet missing(item.wanted.size());
@@ -230,7 +248,7 @@ Status SlotRing::bring_over_the_link(Slot& slot, Item& item, const PartSet& miss
   for (const Placed& placed : item.pieces) {
     const Piece& piece = placed.piece;
     const bool comes = piece.flow != Flow::kOut && missing[piece.part] && !item.kept[piece.part].current &&
-                       placed.cold.id == 0;
+                       piece.cold.id == 0;
     if (!comes) {
       before = nullptr;
       continue;
@@ -261,13 +279,14 @@ Status SlotRing::bring_over_the_link(Slot& slot, Item& item, const PartSet& miss
 
 Status SlotRing::bring_cold(Slot& slot, Item& item, const PartSet& missing) {
   for (const Placed& placed : item.pieces) {
-    const std::uint32_t part = placed.piece.part;
-    if (placed.cold.id == 0 || !missing[part] || item.kept[part].current) continue;
-    auto load = parts_.cold->load(slot.block->address + placed.at.count(), placed.cold, fence_);
+    const Piece& piece = placed.piece;
+    const bool comes = piece.flow != Flow::kOut && missing[piece.part] && !item.kept[piece.part].current;
+    if (piece.cold.id == 0 || !comes) continue;
+    auto load = parts_.cold->load(slot.block->address + placed.at.count(), piece.cold, fence_);
     if (!load) return load.error();
     slot.loads.push_back(std::move(load).value());
-    counters_.fetched += placed.piece.size;
-    counters_.from_tier += placed.piece.size;
+    counters_.fetched += piece.size;
+    counters_.from_tier += piece.size;
   }
   return {};
 }
@@ -282,24 +301,52 @@ void SlotRing::note_rate(Slot& slot) {
 }
 
 Status SlotRing::expect(std::span<const ItemId> next) {
+  if (!stored_) return stored_;
   for (const ItemId id : next) {
     const Item& item = items_[id.index];
     if (has_all_wanted(item)) continue;
-    Slot* const slot = item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot(next);
+    Slot* const slot =
+        item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot(next, Leaving::kPassed);
     if (slot == nullptr) return {};
-    if (slot->state == State::kInUse) continue;
+    if (slot->state == State::kInUse || !all_done(slot->stores)) continue;
     if (Status brought = bring(*slot, id); !brought) return brought;
   }
   return {};
 }
 
+bool SlotRing::is_here(ItemId id) const {
+  const Item& item = items_[id.index];
+  if (!has_all_wanted(item)) return false;
+  const Slot& slot = slots_[static_cast<std::size_t>(item.slot)];
+  return all_done(slot.loads) && all_done(slot.stores);
+}
+
+Status SlotRing::bring_here(ItemId id) {
+  if (!stored_) return stored_;
+  Item& item = items_[id.index];
+  if (!has_all_wanted(item)) {
+    Slot* const slot =
+        item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot({}, Leaving::kTaken);
+    TERRACE_CHECK(slot != nullptr, "fewer items are in use than the ring has slots");
+    if (Status brought = bring(*slot, id); !brought) return brought;
+  }
+  Slot& slot = slots_[static_cast<std::size_t>(item.slot)];
+  end_stores(slot);
+  for (const TierTicket& load : slot.loads) {
+    if (Status loaded = load.synchronize(); !loaded) return loaded;
+  }
+  return stored_;
+}
+
 Result<std::span<const Address>> SlotRing::acquire(ItemId id, Fill fill) {
+  if (!stored_) return stored_.error();
   Item& item = items_[id.index];
   if (has_all_wanted(item)) {
     ++counters_.found;
     metrics().add<Metric::kStreamedUses>(parts_.reason, StreamedOutcome::kFound, 1);
   } else {
-    Slot* const slot = item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot({});
+    Slot* const slot =
+        item.slot >= 0 ? &slots_[static_cast<std::size_t>(item.slot)] : free_slot({}, Leaving::kTaken);
     TERRACE_CHECK(slot != nullptr, "fewer items are in use than the ring has slots");
     TERRACE_CHECK(item.slot < 0 || slot->state != State::kInUse,
                   "an item is acquired once before it is released");
@@ -316,6 +363,8 @@ Result<std::span<const Address>> SlotRing::acquire(ItemId id, Fill fill) {
   }
   Slot& slot = slots_[static_cast<std::size_t>(item.slot)];
   TERRACE_CHECK(slot.state != State::kInUse, "an item is acquired once before it is released");
+  end_stores(slot);  // the user may write what is stored
+  if (!stored_) return stored_.error();
   if (slot.state == State::kArriving) {
     const auto wait = [&] { return wait_for(slot, item); };
     if (Status waits = probes_.around(parts_.user, wait); !waits) return waits.error();
@@ -368,12 +417,15 @@ Status SlotRing::release(ItemId id, Use use) {
   slot.age = ++age_;
   if (Status recorded = parts_.device.record(parts_.user, slot.used); !recorded) return recorded;
   if (use == Use::kRead || item.out_bytes == 0_B) return {};
+  counters_.written_back += item.out_bytes;
+  if (Status stored = store_cold(slot, item); !stored) return stored;
   std::vector<Transfer> transfers;
   for (const Placed& placed : item.pieces) {
     const Piece& piece = placed.piece;
-    if (piece.flow == Flow::kIn) continue;
+    if (piece.flow == Flow::kIn || piece.cold.id != 0) continue;
     transfers.push_back({piece.home, slot.block->address + placed.at.count(), piece.size});
   }
+  if (transfers.empty()) return {};
   auto copy = parts_.copies.submit({.direction = Direction::kD2H,
                                     .after = slot.used,
                                     .reason = parts_.reason,
@@ -382,7 +434,19 @@ Status SlotRing::release(ItemId id, Use use) {
   if (!copy) return copy.error();
   slot.out = std::make_shared<CopyEngine::Ticket>(std::move(copy).value());
   item.written = slot.out;
-  counters_.written_back += item.out_bytes;
+  return {};
+}
+
+// What lives on the cold tier goes there behind the user's work.
+Status SlotRing::store_cold(Slot& slot, const Item& item) {
+  for (const Placed& placed : item.pieces) {
+    const Piece& piece = placed.piece;
+    if (piece.flow == Flow::kIn || piece.cold.id == 0) continue;
+    auto store = parts_.cold->store(piece.cold, slot.block->address + placed.at.count(), slot.used);
+    if (!store) return store.error();
+    slot.stores.push_back(std::move(store).value());
+    counters_.to_tier += piece.size;
+  }
   return {};
 }
 
@@ -445,7 +509,7 @@ void SlotRing::settle_on_tier(ItemId id, std::uint32_t part, std::vector<TierBlo
   TERRACE_CHECK(parts_.cold != nullptr, "there is a tier to settle on");
   auto next = ranges.begin();
   for (Placed& placed : items_[id.index].pieces) {
-    if (placed.piece.part == part) placed.cold = *next++;
+    if (placed.piece.part == part) placed.piece.cold = *next++;
   }
   TERRACE_CHECK(next == ranges.end(), "as many blocks as the part has ranges");
 }
@@ -460,10 +524,11 @@ Status SlotRing::drain() {
   };
   for (Item& item : items_) settle(item.written);
   for (Slot& slot : slots_) {
+    end_stores(slot);
     settle(slot.out);
     if (slot.state != State::kArriving) settle(slot.in);
   }
-  return first;
+  return first ? stored_ : first;
 }
 
 Status SlotRing::forget(ItemId id) {

@@ -10,10 +10,11 @@
 // stream, which works on the slot between acquire() and release(). Both directions move at once, and all is
 // ordered by events: a slot is filled again behind its last use and its copy home, an item is fetched behind
 // its own last copy home. The host waits in drain(), forget() and the destructor alone, and for what comes
-// from a file (a tier that no stream can wait for) in acquire() too.
+// from a file or goes there (a tier that no stream can wait for) in acquire() and renew_behind() too.
 //
 // An item may have parts, and be brought without some of them: experts that no token goes to. A part may be
-// kept in HBM beside the slots, and then comes from there; or live on another tier than pinned memory.
+// kept in HBM beside the slots, and then comes from there; or live on another tier than pinned memory. A
+// store there that fails is the error of every expect(), acquire() and drain() from then on.
 //
 // Called from one thread. After an error the bytes of the item in hand are undefined, at home too where it
 // was written: whoever needs them gives up. Nothing leaks. Why: docs/design/0012-streamed-weights.md.
@@ -40,6 +41,7 @@ class SlotRing {
     Bytes size;
     Flow flow = Flow::kBoth;
     std::uint32_t part = 0;
+    TierBlock cold{};  // on the tier, in the place of a home; has been stored
   };
   // Of a block: where it lies in a slot, and where it lives (pinned; null: settled on the tier).
   struct PartRange {
@@ -98,6 +100,10 @@ class SlotRing {
   // What is used next, in that order: brought as far as slots are free of these and of what is in use.
   // Errors: copy errors, those of the slot's last copy home among them.
   [[nodiscard]] Status expect(std::span<const ItemId> next);
+  // Whether acquire() would give the item without the host waiting for a file; and that wait, after which it
+  // would. Errors: as of acquire().
+  [[nodiscard]] bool is_here(ItemId item) const;
+  [[nodiscard]] Status bring_here(ItemId item);
   // The addresses of the item's pieces, ready on the user's stream. Precondition: not in use, and fewer items
   // in use than slots. Errors: as of expect().
   [[nodiscard]] Result<std::span<const Address>> acquire(ItemId item, Fill fill = Fill::kFromHome);
@@ -120,7 +126,8 @@ class SlotRing {
 
   struct Counters {
     Bytes fetched, written_back;           // over the link
-    Bytes from_kept, from_tier;            // copied inside HBM; of those fetched, from the cold tier
+    Bytes from_kept;                       // copied inside HBM
+    Bytes from_tier, to_tier;              // of those fetched and written back, by the cold tier
     std::uint64_t fetches = 0, found = 0;  // found: acquired from a slot that held it already
     Bytes timed;                           // of those fetched, and how long the link took for them
     double timed_seconds = 0;
@@ -141,15 +148,14 @@ class SlotRing {
     std::uint64_t age = 0;   // of the last fetch or release
     Ticket in{}, out{};      // null: none in flight, as far as anybody has looked
     Bytes in_bytes{};        // of `in`
-    std::vector<TierTicket> loads{};
+    std::vector<TierTicket> loads{}, stores{};
     bool from_kept = false;  // some of it is copied on the gate
     PartSet present{};
     std::vector<Address> pieces{};  // what acquire() hands out
   };
-  struct Placed {  // a piece, where it lies in a slot, and where it lives on the cold tier
+  struct Placed {  // a piece, and where it lies in a slot
     Piece piece;
     Bytes at;
-    TierBlock cold{};
   };
   struct KeptCopy {
     Address at = nullptr;
@@ -170,7 +176,11 @@ class SlotRing {
 
   SlotRing(const Parts& parts, Stream gate, Event fence)
       : parts_(parts), gate_(gate), fence_(fence), probes_(parts.device) {}
-  [[nodiscard]] Slot* free_slot(std::span<const ItemId> spared);
+  enum class Leaving : std::uint8_t { kPassed, kTaken };  // slots that the cold tier still reads
+  [[nodiscard]] Slot* free_slot(std::span<const ItemId> spared, Leaving leaving);
+  [[nodiscard]] static bool all_done(const std::vector<TierTicket>& transfers);
+  void end_stores(Slot& slot);
+  [[nodiscard]] Status store_cold(Slot& slot, const Item& item);
   [[nodiscard]] Status fence(Slot& slot, Item& item);
   void give_up(Slot& slot);
   [[nodiscard]] Status bring(Slot& slot, ItemId id);
@@ -195,6 +205,7 @@ class SlotRing {
   std::vector<Slot> slots_;
   std::vector<Item> items_;
   std::uint64_t age_ = 0;
+  Status stored_;  // the first store that failed
   Counters counters_;
 };
 

@@ -87,6 +87,29 @@ TEST_P(ModelFamily, TrainedAndWrittenBackItGoesOnFromThere) {
   EXPECT_GT(next, 0.0F);
 }
 
+// The fp32 values are in the file of [nvme] then, where they are set by the folder and read for the export.
+TEST_P(ModelFamily, IsReadAndWrittenWhereStateIsOnNvme) {
+  make_model_folder(path("one"), small_description(GetParam()));
+  Rig::Options options = this->options("one");
+  options.config.train.compute = Dtype::kBf16;
+  float resident = 0;
+  {
+    Rig rig(options);
+    resident = rig.steps(2).back();
+    rig.trainer().export_model(path("resident"));
+  }
+  options.optimizer = {.tier = StateTier::kDdr};
+  options.ddr = Amount::of(3_MiB);
+  options.nvme = {.path = ::testing::TempDir(), .budget = 8_MiB};
+  Rig rig(options);
+  rig.trainer().export_model(path("two"));
+  EXPECT_EQ(tensors_in(path("two")), tensors_in(path("one")));
+  EXPECT_EQ(rig.steps(2).back(), resident);
+  rig.trainer().export_model(path("two"));
+  EXPECT_EQ(tensors_in(path("two")), tensors_in(path("resident")));
+  EXPECT_GT(rig.trainer().model().nvme_bytes(Pool::kOptimizer), 0_B);
+}
+
 TEST_P(ModelFamily, RefusesWhatItCannotRead) {
   const nlohmann::json description = small_description(GetParam());
   const auto refusal = [&](const nlohmann::json& other) {

@@ -54,15 +54,20 @@ struct Numbers {
 inline Numbers numbers_of(Rig& rig, int steps) {
   Numbers all{.losses = rig.steps(steps), .lasting = {}};
   rig.trainer().settle();
-  const auto read = [&](const float* device, const float* home, std::int64_t count) {
-    return home != nullptr ? std::vector<float>(home, home + count) : rig.read(device, count);
+  const auto read = [&](const Parameter& p, StateKind kind, const float* device) {
+    const Parameter::Home& home = p.home;
+    if (home.state != nullptr && (kind != StateKind::kValue || p.value_in_state())) {
+      return home.state->read(kind, home.state_at, p.count());
+    }
+    const bool in_ddr = kind == StateKind::kValue && home.value != nullptr;
+    return in_ddr ? std::vector<float>(home.value, home.value + p.count()) : rig.read(device, p.count());
   };
   for (const auto& group : rig.trainer().model().groups()) {
     for (const Parameter& p : group->parameters()) {
       if (!p.trained()) continue;
-      all.lasting[p.name] = read(p.value, p.home.value, p.count());
-      all.lasting[p.name + ".m"] = read(p.m, p.home.m, p.count());
-      all.lasting[p.name + ".v"] = read(p.v, p.home.v, p.count());
+      all.lasting[p.name] = read(p, StateKind::kValue, p.value);
+      all.lasting[p.name + ".m"] = read(p, StateKind::kM, p.m);
+      all.lasting[p.name + ".v"] = read(p, StateKind::kV, p.v);
     }
   }
   return all;

@@ -175,7 +175,7 @@ TEST(ExpertsOnNvme, GiveTheSameBits) {
     const std::string what = std::string(name_of(one.compute)) + " by " + name_of(one.load);
     EXPECT_EQ(base_fingerprint(rig.session(), model), fingerprint) << what;
     EXPECT_TRUE(numbers_of(rig, 2) == numbers_of(in_hbm, 2)) << what;
-    EXPECT_GT(model.nvme_bytes(), 0_B) << what;
+    EXPECT_GT(model.nvme_bytes(Pool::kExpert), 0_B) << what;
     EXPECT_GT(model.expert_store()->counters().from_tier, 0_B) << what;
     EXPECT_LE(rig.session().ddr_usage().mapped_peak, rig.session().ddr_usage().budget);
   }
@@ -211,7 +211,7 @@ TEST(ExpertsOnNvme, StayInDdrWhereThereIsRoom) {
   options.ddr = Amount::of(64_MiB);
   Rig rig(options);
   (void)rig.steps(1);
-  EXPECT_EQ(rig.trainer().model().nvme_bytes(), 0_B);
+  EXPECT_EQ(rig.trainer().model().nvme_bytes(Pool::kExpert), 0_B);
 }
 
 TEST(ExpertsOnNvme, SayWhatIsMissing) {

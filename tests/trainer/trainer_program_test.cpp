@@ -143,6 +143,28 @@ TEST_F(TrainerProgram, TellsThePeaksOfEachStep) {
   }
 }
 
+TEST_F(TrainerProgram, TellsWhatOfTheStateLivesOnNvme) {
+  ASSERT_EQ(run(tiny({"--steps", "3", "--json", file("plain.json")})).exit_code, 0);
+  const auto policy =
+      [&](const std::string& budget) {
+        std::ofstream(file("nvme.toml"))
+            << "[optimizer]\ntier = \"ddr\"\n[ddr]\nbudget = \"3MiB\"\n[nvme]\npath = \"" << folder_.string()
+            << "\"\nbudget = \"" << budget << "\"\n";
+        return file("nvme.toml");
+      };
+  const Ended ended = run(tiny({"--steps", "3", "--json", file("run.json"), "--policy", policy("8MiB")}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const nlohmann::json json = result("run.json");
+  EXPECT_EQ(json["losses_hex"], result("plain.json")["losses_hex"]);
+  for (const char* key : {"state_nvme_bytes", "state_from_nvme_bytes", "state_to_nvme_bytes"}) {
+    EXPECT_GT(json[key].get<std::int64_t>(), 0) << key;
+  }
+  EXPECT_LE(json["state_from_nvme_bytes"], json["state_fetched_bytes"]);
+  EXPECT_LE(json["state_to_nvme_bytes"], json["state_written_bytes"]);
+  EXPECT_LE(json["ddr_peak_bytes"], 3 << 20);
+  expect_refused(tiny({"--steps", "1", "--policy", policy("64KiB")}), 3, "[nvme] budget = \"");
+}
+
 TEST_F(TrainerProgram, TakesLengthAndBatchFromTheCommandLine) {
   const Ended ended =
       run(tiny({"--steps", "1", "--json", file("run.json"), "--length", "30", "--batch", "3"}));

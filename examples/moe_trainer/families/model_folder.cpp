@@ -208,8 +208,9 @@ void ModelFolder::save(const std::string& path, Session& session, const Model& m
   for (const FamilyTensor& tensor : family_.tensors) {
     const std::vector<float> values = joined_parts(tensor, arrays, [&](const NamedArray& array) {
       const auto [rows, width] = extent_of(array);
-      if (array.parameter != nullptr && array.parameter->home.value != nullptr) {
-        const std::vector<std::byte> bytes = home_numbers(*array.parameter);
+      const Parameter* const p = array.parameter;
+      if (p != nullptr && (p->home.value != nullptr || p->value_in_state())) {
+        const std::vector<std::byte> bytes = home_numbers(*p);
         std::vector<float> values(static_cast<std::size_t>(rows * width));
         std::memcpy(values.data(), bytes.data(), bytes.size());
         return values;

@@ -1,6 +1,5 @@
 #include "examples/moe_trainer/model/model.hpp"
 
-#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -114,22 +113,67 @@ MatrixRule Model::rule_of(const ParameterGroup& group) const {
   return layer && config_.train.optimizer == OptimizerKind::kMuon ? MatrixRule::kMuon : MatrixRule::kAdamW;
 }
 
-// The share of streamed experts that DDR has no room for beside state, the file's bounce buffers, and what
-// the policy leaves to cached outputs: a sixteenth where it does not say.
-double Model::cold_share(const Session& session, const std::vector<StateTier>& tiers,
-                         const ParameterGroup::Allocation& how) const {
-  if (session.policy().nvme.budget == 0_B) return 0;
+// By group, what would lie in DDR were there no file, but for its bounce buffers. The policy leaves room to
+// cached outputs: a sixteenth where it does not say.
+DdrDemand Model::ddr_demand(const Session& session, const std::vector<StateTier>& tiers,
+                            const ParameterGroup::Allocation& how) const {
   const PoolUsage ddr = session.ddr_usage();
   const Bytes spare = session.policy().swapcore.ddr_budget.resolve(ddr.budget, ddr.budget / 16);
-  Bytes others = ddr.live + session.nvme_bounce_bytes() + spare, experts, frozen;
+  DdrDemand demand{.budget = ddr.budget, .fixed = ddr.live + spare, .groups = {}};
   for (std::size_t i = 0; i < groups_.size(); ++i) {
-    others += groups_[i]->state_home_bytes(how);
+    const ParameterGroup& group = *groups_[i];
+    DdrDemand::Group& of = demand.groups.emplace_back();
+    of.chunks = StateHome::chunk_bytes(group.state_plan(how));
+    if (!of.chunks.empty()) demand.fixed += StateHome::kLeastInDdr;
+    demand.fixed += group.gradient_home_bytes(how);
     if (tiers[i] == StateTier::kHbm) continue;
-    experts += groups_[i]->expert_block_bytes();
-    if (!groups_[i]->trains_experts()) frozen += groups_[i]->expert_block_bytes();
+    if (group.trains_experts()) {
+      demand.fixed += group.expert_block_bytes();
+    } else {
+      of.frozen = group.expert_block_bytes();
+      of.experts = static_cast<std::int64_t>(group.expert_count());
+    }
   }
-  if (others + experts <= ddr.budget || frozen == 0_B) return 0;
-  return static_cast<double>((others + experts - ddr.budget).count()) / static_cast<double>(frozen.count());
+  return demand;
+}
+
+// Of experts at least so many.
+Bytes Model::file_bytes(const ColdPlan& cold, const ParameterGroup::Allocation& how) const {
+  Bytes bytes = cold.experts;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    StateHome::Plan plan = groups_[i]->state_plan(how);
+    plan.cold = cold.groups[i].chunks;
+    bytes += StateHome::file_bytes(plan);
+  }
+  return bytes;
+}
+
+// A file that state does not fit into is known before anything is moved there.
+ColdPlan Model::open_file(Session& session, const std::vector<StateTier>& tiers,
+                          const ParameterGroup::Allocation& how) {
+  ColdPlan cold{.groups = std::vector<ColdPlan::Group>(groups_.size()), .experts = {}, .state = {}};
+  const Bytes budget = session.policy().nvme.budget;
+  if (budget == 0_B) return cold;
+  const auto plan_for = [&, demand = ddr_demand(session, tiers, how)](Bytes file) {
+    DdrDemand with_buffers = demand;
+    with_buffers.fixed += Session::nvme_bounce_bytes(file);
+    return plan_cold(with_buffers);
+  };
+  cold = plan_for(budget);
+  if (cold.state > 0_B && file_bytes(cold, how) > budget) {
+    // A larger file has larger buffers, for which more goes there.
+    Bytes enough = budget;
+    for (Bytes wanted = file_bytes(cold, how); wanted > enough; wanted = file_bytes(plan_for(enough), how))
+      enough = round_up(wanted, 1_MiB);
+    fail(out_of_budget(
+        enough, Pool::kOptimizer,
+        "nvme.budget: " + format_bytes(cold.experts + cold.state) +
+            " of experts and optimizer state that DDR has no room for do not fit into a file of " +
+            format_bytes(budget) + "; use [nvme] budget = \"" + std::to_string(enough / 1_MiB) +
+            "MiB\" or more, or a larger [ddr] budget"));
+  }
+  if (cold.experts + cold.state > 0_B) nvme_ = require(session.open_nvme());
+  return cold;
 }
 
 void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t seed) {
@@ -143,8 +187,10 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
       .state = policy.optimizer.tier == StateTier::kDdr ? StateTier::kDdr : StateTier::kHbm,
       .gradients = policy.optimizer.gradients};
   const std::vector<StateTier> tiers = expert_tiers(policy, how);
-  const double cold = cold_share(session, tiers, how);
-  if (cold > 0) nvme_ = require(session.open_nvme());
+  std::vector<std::int64_t> numbers;
+  for (const auto& group : groups_) numbers.push_back(group->state_plan(how).numbers);
+  how.state_chunk = StateHome::chunk_of(numbers);
+  const ColdPlan cold = open_file(session, tiers, how);
   how.cold = nvme_.get();
   std::vector<ParameterGroup*> streamed;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -154,16 +200,12 @@ void Model::allocate(Session& session, Memory& memory, Ops& ops, std::uint64_t s
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     how.experts = tiers[i];
     how.matrices = rule_of(*groups_[i]);
-    how.cold_experts = 0;
-    if (tiers[i] == StateTier::kDdr && !groups_[i]->trains_experts()) {
-      const auto experts = static_cast<std::int64_t>(groups_[i]->expert_count());
-      const auto wanted = static_cast<std::int64_t>(std::ceil(cold * static_cast<double>(experts)));
-      how.cold_experts = std::min(wanted, experts - 1);
-    }
+    how.cold_experts = cold.groups[i].experts;
+    how.cold_state = cold.groups[i].chunks;
     groups_[i]->allocate(memory, ops, session.compute(), how);
   }
-  if (nvme_ != nullptr) {
-    metrics().set<Metric::kTierBytes>(TierId::kNvme, Pool::kExpert, nvme_->usage().live);
+  for (const Pool pool : {Pool::kExpert, Pool::kOptimizer}) {
+    if (nvme_ != nullptr) metrics().set<Metric::kTierBytes>(TierId::kNvme, pool, nvme_bytes(pool));
   }
   open_stores(memory, std::move(streamed));
   maps_.allocate(session, memory);

@@ -11,6 +11,7 @@
 
 #include "examples/moe_trainer/expert_gradients.hpp"
 #include "examples/moe_trainer/expert_store.hpp"
+#include "examples/moe_trainer/model/cold_plan.hpp"
 #include "examples/moe_trainer/model/group_keeper.hpp"
 #include "examples/moe_trainer/model/layer.hpp"
 #include "examples/moe_trainer/model/patch_embedder.hpp"
@@ -43,7 +44,10 @@ class Model {
   void set_keeper(GroupKeeper* keeper) { keeper_ = keeper; }
   // Null where all experts are in HBM.
   [[nodiscard]] ExpertStore* expert_store() const { return experts_.get(); }
-  [[nodiscard]] Bytes nvme_bytes() const { return nvme_ != nullptr ? nvme_->usage().live : 0_B; }
+  // On NVMe, for a pool.
+  [[nodiscard]] Bytes nvme_bytes(Pool pool) const {
+    return nvme_ != nullptr ? nvme_->usage().live_by_pool[static_cast<std::size_t>(pool)] : 0_B;
+  }
   // Null where their gradients are in HBM.
   [[nodiscard]] const ExpertGradients* expert_gradients() const { return gradients_.get(); }
   // Makes what products read that of the fp32 values; after whatever wrote those.
@@ -70,8 +74,11 @@ class Model {
   void check_targets() const;
   [[nodiscard]] std::vector<StateTier> expert_tiers(const Policy& policy,
                                                     const ParameterGroup::Allocation& how);
-  [[nodiscard]] double cold_share(const Session& session, const std::vector<StateTier>& tiers,
-                                  const ParameterGroup::Allocation& how) const;
+  [[nodiscard]] DdrDemand ddr_demand(const Session& session, const std::vector<StateTier>& tiers,
+                                     const ParameterGroup::Allocation& how) const;
+  [[nodiscard]] Bytes file_bytes(const ColdPlan& cold, const ParameterGroup::Allocation& how) const;
+  [[nodiscard]] ColdPlan open_file(Session& session, const std::vector<StateTier>& tiers,
+                                   const ParameterGroup::Allocation& how);
   void open_stores(Memory& memory, std::vector<ParameterGroup*> streamed);
   [[nodiscard]] ParameterGroup& of_layer(std::size_t layer) const { return *groups_[1 + layer]; }
   [[nodiscard]] MatrixRule rule_of(const ParameterGroup& group) const;

@@ -1,4 +1,4 @@
-#include "examples/moe_trainer/cold_experts.hpp"
+#include "examples/moe_trainer/cold_ranges.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -9,10 +9,10 @@
 
 namespace terrace::trainer {
 
-ColdExperts::ColdExperts(Memory& memory, Tier& tier, std::vector<SlotRing::PartRange> ranges)
+ColdRanges::ColdRanges(Memory& memory, Tier& tier, Pool pool, std::vector<SlotRing::PartRange> ranges)
     : memory_(memory), tier_(tier) {
   for (const SlotRing::PartRange& range : ranges) {
-    auto block = tier.allocate(range.size, Pool::kExpert);
+    auto block = tier.allocate(range.size, pool);
     if (!block) {
       for (const Range& taken : ranges_) (void)tier.free(taken.block);
       Error error = std::move(block).error();
@@ -23,12 +23,12 @@ ColdExperts::ColdExperts(Memory& memory, Tier& tier, std::vector<SlotRing::PartR
   }
 }
 
-ColdExperts::~ColdExperts() {
+ColdRanges::~ColdRanges() {
   for (const Range& range : ranges_) (void)tier_.free(range.block);
 }
 
 template <typename Run>
-void ColdExperts::each_in(Bytes at, Bytes size, const Run& run) {
+void ColdRanges::each_in(Bytes at, Bytes size, const Run& run) {
   for (Range& one : ranges_) {
     const Bytes from = std::max(at, one.range.at);
     const Bytes to = std::min(at + size, one.range.at + one.range.size);
@@ -36,7 +36,7 @@ void ColdExperts::each_in(Bytes at, Bytes size, const Run& run) {
   }
 }
 
-BlockRef ColdExperts::loaded(Range& range) {
+BlockRef ColdRanges::loaded(Range& range) {
   Session& session = memory_.session();
   BlockRef here = memory_.block(range.range.size, Pool::kScratch);
   if (!range.written) {
@@ -48,14 +48,14 @@ BlockRef ColdExperts::loaded(Range& range) {
   return here;
 }
 
-void ColdExperts::store(Range& range, const std::byte* from) {
+void ColdRanges::store(Range& range, const std::byte* from) {
   Session& session = memory_.session();
   require(session.device().synchronize(session.compute()));
   require(require(tier_.store(range.block, from, Event{})).synchronize());
   range.written = true;
 }
 
-void ColdExperts::write(Bytes at, const std::byte* from, Bytes size) {
+void ColdRanges::write(Bytes at, const std::byte* from, Bytes size) {
   Session& session = memory_.session();
   each_in(at, size, [&](Range& range, Bytes first, Bytes bytes, Bytes offset) {
     if (bytes == range.range.size) return store(range, from + offset.count());
@@ -66,7 +66,7 @@ void ColdExperts::write(Bytes at, const std::byte* from, Bytes size) {
   });
 }
 
-std::vector<std::byte> ColdExperts::read(Bytes at, Bytes size) {
+std::vector<std::byte> ColdRanges::read(Bytes at, Bytes size) {
   std::vector<std::byte> bytes(size.count());
   each_in(at, size, [&](Range& range, Bytes first, Bytes count, Bytes offset) {
     const BlockRef whole = loaded(range);
@@ -77,7 +77,22 @@ std::vector<std::byte> ColdExperts::read(Bytes at, Bytes size) {
   return bytes;
 }
 
-std::vector<TierBlock> ColdExperts::blocks_of(std::uint32_t part) const {
+void ColdRanges::copy_to(std::byte* to, Bytes at, Bytes size) {
+  Session& session = memory_.session();
+  each_in(at, size, [&](Range& range, Bytes first, Bytes count, Bytes offset) {
+    const BlockRef whole = loaded(range);
+    require(session.device().copy(session.compute(), Direction::kD2D, to + offset.count(),
+                                  whole->address + first.count(), count));
+  });
+}
+
+void ColdRanges::write_zeros() {
+  for (Range& range : ranges_) {
+    if (!range.written) store(range, loaded(range)->address);
+  }
+}
+
+std::vector<TierBlock> ColdRanges::blocks_of(std::uint32_t part) const {
   std::vector<TierBlock> blocks;
   for (const Range& one : ranges_) {
     if (one.range.part == part) blocks.push_back(one.block);
