@@ -46,9 +46,10 @@ struct StableBlock {
   HostBacking host{};  // where place is kDdr
   Place wanted = Place::kHbm;
   std::uint32_t pins = 0;
-  bool held = false;    // stays where it is
-  bool queued = false;  // an order waits
-  bool moving = false;
+  bool held = false;     // stays where it is
+  bool queued = false;   // an order waits
+  bool moving = false;   // the mover has it
+  bool showing = false;  // a user maps it in DDR, and until then the mover leaves it alone
   bool freed = false;
   std::uint32_t burials = 0;  // tried
   Status last_move{};         // of the last order: why it was not carried out

@@ -90,22 +90,33 @@ void StableSpace::await_news(std::uint64_t seen) {
 }
 
 bool StableSpace::can_move(const StableBlock& block, Bytes room) const {
-  if (block.moving) return false;
+  if (block.moving || block.showing) return false;
   if (block.freed || block.wanted == Place::kDdr) return true;
   return block.place.load(std::memory_order_relaxed) == Place::kHbm || block.size <= room;
 }
 
-// Whoever waits for everything goes first: once the gate before all blocks is open nothing is started until
-// they are in.
-bool StableSpace::has_work() const {
-  return !paused() && everything_waits_.load(std::memory_order_acquire) == 0 && !orders_.empty();
+bool StableSpace::any_can_move() const {
+  const Bytes room = backing_->hbm_room();
+  return std::any_of(orders_.begin(), orders_.end(),
+                     [&](const StableBlock* block) { return can_move(*block, room); });
 }
 
-// Nothing moves or can, so nothing makes room for what still waits for it.
+bool StableSpace::any_is_shown() const {
+  return std::any_of(orders_.begin(), orders_.end(), [](const StableBlock* block) { return block->showing; });
+}
+
+// Whoever waits for everything goes first: once the gate before all blocks is open nothing is started until
+// they are in. What a user maps is waited for: the end of that is news.
+bool StableSpace::has_work() const {
+  if (paused() || everything_waits_.load(std::memory_order_acquire) > 0 || orders_.empty()) return false;
+  return !any_is_shown() || any_can_move();
+}
+
+// Nothing moves or can, so nothing makes room for what still waits for it. What a user maps can as soon as he
+// has: its order, or its burial, makes room yet.
 void StableSpace::refuse_the_rest() {
+  if (orders_.empty() || any_is_shown() || any_can_move()) return;
   const Bytes room = backing_->hbm_room();
-  const auto moves = [&](const StableBlock* block) { return can_move(*block, room); };
-  if (orders_.empty() || std::any_of(orders_.begin(), orders_.end(), moves)) return;
   for (StableBlock* const block : orders_) {
     block->queued = false;
     block->last_move =

@@ -133,7 +133,7 @@ Result<Address> StableSpace::allocate(Bytes size) {
   block.number.store(++made_, std::memory_order_relaxed);
   block.wanted = Place::kHbm;
   block.pins = block.burials = 0;
-  block.queued = block.moving = block.freed = block.held = false;
+  block.queued = block.moving = block.showing = block.freed = block.held = false;
   block.last_move = {};
   counters_.live += size;
   counters_.live_peak = std::max(counters_.live_peak, counters_.live);
@@ -235,18 +235,18 @@ Status StableSpace::hold(Address at) {
   return {};
 }
 
-// Nobody can be using it, so no gate is shut: whoever enters it and finds it out of reach leaves again. It
-// counts as moving meanwhile, and thus is not.
+// Nobody can be using it, so no gate is shut: whoever enters it and finds it out of reach leaves again. The
+// mover has no part in it, and must not take the block for one of its moves: orders and burials wait.
 Status StableSpace::reveal(Address at) {
   StableBlock* block = nullptr;
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] {
       block = block_at(at);
-      return block == nullptr || !block->moving;
+      return block == nullptr || (!block->moving && !block->showing);
     });
     if (block == nullptr || block->reachable.load(std::memory_order_relaxed)) return {};
-    block->moving = true;
+    block->showing = true;
   }
   Status mapped = device_.map(block->at, block->host.handle.physical, block->size);
   for (int tries = 1; !mapped.ok() && tries < kTries; ++tries) {
@@ -257,7 +257,8 @@ Status StableSpace::reveal(Address at) {
     block->reachable.store(true, std::memory_order_release);
     ++counters_.shown;
   }
-  block->moving = false;
+  block->showing = false;
+  ++news_;
   changed_.notify_all();
   return mapped;
 }

@@ -206,6 +206,8 @@ class StableSpace {
   // The mover's, but for what they say.
   void serve(const std::stop_token& stop);
   [[nodiscard]] bool can_move(const StableBlock& block, Bytes room) const;  // mutex_ held
+  [[nodiscard]] bool any_can_move() const;                                  // mutex_ held
+  [[nodiscard]] bool any_is_shown() const;                                  // mutex_ held
   [[nodiscard]] bool has_work() const;                                      // mutex_ held
   void note_place(const StableBlock& block, Place from, Place to);          // mutex_ held
   void refuse_the_rest();                                                   // mutex_ held

@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/emulated/emulated_device.hpp"
+#include "tests/runtime/passing_device.hpp"
 
 namespace terrace {
 
-class CopyCountingDevice final : public Device {
+class CopyCountingDevice final : public PassingDevice {
  public:
-  explicit CopyCountingDevice(EmulatedDevice& inner) : inner_(inner) {}
+  using PassingDevice::PassingDevice;
 
   struct Batch {
     Stream stream;
@@ -97,16 +97,17 @@ class CopyCountingDevice final : public Device {
       counts.under_way += size;
       counts.peak = std::max(counts.peak, counts.under_way);
     }
-    Status queued = inner_.launch_host(stream, [this, stream] { take_turn(stream); });
-    if (queued.ok()) queued = inner_.copy_batch(stream, direction, pieces);
+    Status queued = PassingDevice::launch_host(stream, [this, stream] { take_turn(stream); });
+    if (queued.ok()) queued = PassingDevice::copy_batch(stream, direction, pieces);
     if (queued.ok()) {
-      queued = inner_.launch_host(stream, [this, stream, size] {
+      queued = PassingDevice::launch_host(stream, [this, stream, size] {
         const std::lock_guard lock(mutex_);
         streams_[stream].under_way -= size;
       });
     }
     return queued;
   }
+  using PassingDevice::synchronize;
   Status synchronize(Event event) override {
     std::array<char, 16> thread{};
     pthread_getname_np(pthread_self(), thread.data(), thread.size());
@@ -114,69 +115,23 @@ class CopyCountingDevice final : public Device {
       const std::lock_guard lock(mutex_);
       ++watched_;
     }
-    return inner_.synchronize(event);
+    return PassingDevice::synchronize(event);
   }
 
-  // The rest as it is.
-  const DeviceInfo& info() const override { return inner_.info(); }
-  Result<Address> reserve(Bytes size) override { return inner_.reserve(size); }
-  void release(Address address, Bytes size) override { inner_.release(address, size); }
-  Result<Physical> create_physical(Bytes size) override { return inner_.create_physical(size); }
-  Result<Physical> create_host_physical(Bytes size, int numa_node) override {
-    return inner_.create_host_physical(size, numa_node);
-  }
-  void destroy_physical(Physical physical) override { inner_.destroy_physical(physical); }
-  Status map(Address at, Physical physical, Bytes size) override { return inner_.map(at, physical, size); }
-  Status map_all(Address at, std::span<const PhysicalPiece> pieces) override {
-    return inner_.map_all(at, pieces);
-  }
-  Status unmap(Address at, Bytes size) override { return inner_.unmap(at, size); }
-  Status grant_access_to(const Device& peer) override { return inner_.grant_access_to(peer); }
-  Result<MemoryInfo> memory() const override { return inner_.memory(); }
-  Status pin(Address host, Bytes size) override { return inner_.pin(host, size); }
-  void unpin(Address host, Bytes size) override { inner_.unpin(host, size); }
   Result<Stream> create_stream(StreamPriority priority) override {
-    auto stream = inner_.create_stream(priority);
+    auto stream = PassingDevice::create_stream(priority);
     const std::lock_guard lock(mutex_);
     if (stream.ok()) created_.push_back(*stream);
     return stream;
   }
-  void destroy_stream(Stream stream) override {
-    inner_.destroy_stream(stream);
-    count_stream_end();
-  }
-  bool alive(Stream stream) const override { return inner_.alive(stream); }
-  Status synchronize(Stream stream) override { return inner_.synchronize(stream); }
-  Result<Event> create_event() override { return inner_.create_event(); }
-  void destroy_event(Event event) override { inner_.destroy_event(event); }
-  Status record(Stream stream, Event event) override { return inner_.record(stream, event); }
   Status wait(Stream stream, Event event) override {
     if (const auto happens = std::exchange(before_wait_, nullptr)) happens();
     {
       const std::lock_guard lock(mutex_);
       ++streams_[stream].waits;
     }
-    return inner_.wait(stream, event);
+    return PassingDevice::wait(stream, event);
   }
-  Status launch_host(Stream stream, std::function<void()> work) override {
-    return inner_.launch_host(stream, std::move(work));
-  }
-  bool completed(Event event) const override { return inner_.completed(event); }
-  Result<double> seconds_between(Event from, Event to) const override {
-    return inner_.seconds_between(from, to);
-  }
-  Status copy(Stream stream, Direction direction, Address to, const std::byte* from, Bytes size) override {
-    return inner_.copy(stream, direction, to, from, size);
-  }
-  Status fill(Stream stream, Address to, std::uint8_t value, Bytes size) override {
-    return inner_.fill(stream, to, value, size);
-  }
-  Result<std::uint32_t> exchange_blocks() override { return inner_.exchange_blocks(); }
-  Status exchange(Stream stream, const RingExchange& exchange) override {
-    return inner_.exchange(stream, exchange);
-  }
-  void* native_stream(Stream stream) const override { return inner_.native_stream(stream); }
-  Status bind_thread() override { return inner_.bind_thread(); }
 
  private:
   struct Counts {
@@ -191,7 +146,6 @@ class CopyCountingDevice final : public Device {
     if (held_) --streams_[stream].turns;
   }
 
-  EmulatedDevice& inner_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool held_ = false;

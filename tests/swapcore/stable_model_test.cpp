@@ -97,6 +97,7 @@ void order_at_random(StableRig& rig, std::uint64_t seed, const std::atomic<bool>
     if (blocks.empty()) continue;
     const StableSpace::View& block = blocks[random() % blocks.size()];
     (void)rig.space->order(block.at, random() % 3 == 0 ? Place::kHbm : Place::kDdr);
+    if (random() % 8 == 0) (void)rig.space->show(block.at);
     if (random() % 4 == 0) std::this_thread::yield();
   }
 }

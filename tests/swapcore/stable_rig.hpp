@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -20,6 +21,8 @@ struct StableRig {
     Bytes batch = 2 * kBlock;
     int streams = 2;
     double link = 4e9;
+    // What the space sees of the device; null: the device itself.
+    std::function<std::unique_ptr<Device>(EmulatedDevice&)> seen_through = nullptr;
   };
   explicit StableRig(const Options& with)
       : device(std::move(EmulatedDevice::create({.capacity = 64_MiB,
@@ -27,15 +30,16 @@ struct StableRig {
                                                  .h2d_bytes_per_second = with.link,
                                                  .d2h_bytes_per_second = with.link}))
                    .value()),
-        copies(std::move(CopyEngine::create(*device)).value()),
-        users(*device),
+        front(with.seen_through != nullptr ? with.seen_through(*device) : nullptr),
+        copies(std::move(CopyEngine::create(seen())).value()),
+        users(seen()),
         lease(std::make_shared<HostLease>(with.ddr)) {
     for (int i = 0; i < with.streams; ++i) {
       streams.push_back(device->create_stream(StreamPriority::kNormal).value());
       slots.push_back(users.add(streams.back()));
     }
     auto opened = StableSpace::create(
-        *device, *copies, users,
+        seen(), *copies, users,
         {.span = 64_MiB, .hbm_budget = with.hbm, .batch = with.batch, .lease = lease, .nodes = {0}});
     EXPECT_TRUE(opened.ok());
     space = std::move(*opened);
@@ -72,7 +76,10 @@ struct StableRig {
     ASSERT_EQ(space->find(at)->place, place);
   }
 
+  [[nodiscard]] Device& seen() { return front != nullptr ? *front : *device; }
+
   std::unique_ptr<EmulatedDevice> device;
+  std::unique_ptr<Device> front;
   std::unique_ptr<CopyEngine> copies;
   DeviceStreams users;
   std::shared_ptr<HostLease> lease;

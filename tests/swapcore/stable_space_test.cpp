@@ -5,9 +5,12 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "runtime/fault.hpp"
+#include "tests/runtime/passing_device.hpp"
 #include "tests/swapcore/stable_rig.hpp"
 
 namespace terrace::test {
@@ -111,6 +114,120 @@ TEST(StableSpace, WhatIsOutOfReachCanBeFreed) {
   EXPECT_EQ(rig.space->counters().in_ddr, kBlock);
   ASSERT_TRUE(rig.space->free(at).ok());
   ASSERT_TRUE(rig.space->free(rig.space->allocate(8 * kBlock).value()).ok());  // comes behind it
+}
+
+// A device on which mapping takes as long as a test wants.
+class SlowToMap final : public PassingDevice {
+ public:
+  using PassingDevice::PassingDevice;
+  Status map(Address at, Physical physical, Bytes size) override {
+    {
+      std::unique_lock lock(mutex_);
+      ++waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return at != held_up_; });
+      --waiting_;
+    }
+    return PassingDevice::map(at, physical, size);
+  }
+  void hold_up(Address at) {
+    const std::lock_guard lock(mutex_);
+    held_up_ = at;
+  }
+  void await_somebody() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_ > 0; });
+  }
+  void let_go() {
+    hold_up(nullptr);
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Address held_up_ = nullptr;
+  int waiting_ = 0;
+};
+
+// A block in DDR that another thread is mapping there, for as long as this lives or until over().
+struct Showing {
+  explicit Showing(const StableRig::Options& with) : rig(through_slow_maps(with)) {
+    rig.space->let_out_of_reach();
+    at = rig.space->allocate(kBlock).value();
+    other = rig.space->allocate(kBlock).value();
+    fill(at, 1);
+    rig.move(at, Place::kDdr);
+    maps().hold_up(at);
+    shows = std::jthread([this] { EXPECT_TRUE(rig.space->show(at).ok()); });
+    maps().await_somebody();
+  }
+  ~Showing() { over(); }
+  void over() {
+    maps().let_go();
+    if (shows.joinable()) shows.join();
+  }
+  [[nodiscard]] SlowToMap& maps() const { return static_cast<SlowToMap&>(*rig.front); }
+  // The mover has looked at its orders, found nothing else to do, and looked again.
+  void let_the_mover_look() {
+    for (int times = 0; times < 3; ++times) rig.move(other, Place::kHbm);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  static StableRig::Options through_slow_maps(StableRig::Options with) {
+    with.seen_through = [](EmulatedDevice& device) { return std::make_unique<SlowToMap>(device); };
+    return with;
+  }
+  StableRig rig;
+  Address at = nullptr, other = nullptr;
+  std::jthread shows;
+};
+bool becomes_true(const std::function<bool()>& condition) {
+  for (int tries = 0; tries < 20000 && !condition(); ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return condition();
+}
+
+TEST(StableSpace, WhatIsFreedWhileItIsShownIsBuried) {
+  Showing showing({.hbm = 2 * kBlock});
+  StableSpace& space = *showing.rig.space;
+  ASSERT_TRUE(space.free(showing.at).ok());
+  showing.let_the_mover_look();
+  EXPECT_TRUE(space.any_in_ddr()) << "not while it is being mapped";
+  showing.over();
+  ASSERT_TRUE(becomes_true([&] { return !space.any_in_ddr(); }));
+  ASSERT_TRUE(space.allocate(kBlock).ok());
+  const Result<Address> more = space.allocate(kBlock);  // waits for nobody's burial
+  ASSERT_FALSE(more.ok());
+  EXPECT_EQ(more.error().code, Errc::kOutOfBudget);
+}
+
+TEST(StableSpace, AnOrderForWhatIsShownIsCarriedOutAfterwards) {
+  Showing showing({});
+  ASSERT_TRUE(showing.rig.space->order(showing.at, Place::kHbm).ok());
+  showing.let_the_mover_look();
+  showing.over();
+  const Status moved = showing.rig.space->await(showing.at);
+  EXPECT_TRUE(moved.ok()) << moved.error().text;
+  EXPECT_EQ(showing.rig.space->find(showing.at)->place, Place::kHbm);
+  EXPECT_TRUE(holds(showing.at, 1));
+}
+
+TEST(StableSpace, AnOrderForWhatWasShownWaitsForNoOtherMove) {
+  Showing showing({});
+  StableRig& rig = showing.rig;
+  std::atomic<bool> may_go{false};
+  rig.launch(0, {showing.other}, [&] {
+    while (!may_go) std::this_thread::yield();
+  });
+  ASSERT_TRUE(rig.space->order(showing.other, Place::kDdr).ok());
+  ASSERT_TRUE(rig.space->order(showing.at, Place::kHbm).ok());
+  ASSERT_TRUE(becomes_true([&] { return rig.space->busy(); }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));  // until both orders have been looked at
+  showing.over();
+  EXPECT_TRUE(becomes_true([&] { return rig.space->find(showing.at)->place == Place::kHbm; }));
+  may_go = true;
+  EXPECT_TRUE(rig.space->await(showing.other).ok());
 }
 
 TEST(StableSpace, PointersIntoABlockLeadToItAndOthersNowhere) {
