@@ -268,5 +268,26 @@ TEST(PreloadStableFaults, EachDriverCallMayFail) {
   EXPECT_LE(over, 4) << "where the driver does not say how large the device is, or what others hold";
 }
 
+// A kernel has faulted: from some call on the driver answers everything with that, what is asked of a copy
+// under way included. The guest gets its error, and waits for nothing that cannot come.
+TEST(PreloadStableFaults, ALostDeviceHoldsNobodyUp) {
+  const auto run = [](long long nth) {
+    return run_guest("stable-faults",
+                     small_and_slow({"TERRACE_HBM_BUDGET=72MiB", "LOOPBACK_LOST_AT=" + std::to_string(nth)}));
+  };
+  const long long calls = value_of(run(0), "calls");
+  ASSERT_GT(calls, 200);
+  std::atomic<long long> next{1};
+  const auto try_each = [&] {
+    for (long long nth = next.fetch_add(1); nth <= calls; nth = next.fetch_add(1)) {
+      const Ended ended = run(nth);
+      EXPECT_EQ(ended.exit_code, 0) << "lost at call " << nth << ": " << ended.err;
+      EXPECT_NE(value_of(ended, "after all"), 0) << nth;
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back(try_each);
+}
+
 }  // namespace
 }  // namespace terrace

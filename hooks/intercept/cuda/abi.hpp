@@ -13,6 +13,8 @@ inline constexpr CallResult kInvalidValue = 1;    // of both APIs, as the next t
 inline constexpr CallResult kOutOfMemory = 2;     // cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 inline constexpr CallResult kNotInitialized = 3;  // cudaErrorInitializationError
 inline constexpr CallResult kNotReady = 600;      // CUDA_ERROR_NOT_READY
+// Refused because some stream is captured: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and those after it.
+[[nodiscard]] constexpr bool refused_in_capture(CallResult result) { return result >= 900 && result <= 908; }
 
 using DevicePointer = unsigned long long;   // CUdeviceptr
 using PhysicalHandle = unsigned long long;  // CUmemGenericAllocationHandle

@@ -154,8 +154,16 @@ Status GuestDevice::synchronize(Event event) {
   return check("cuEventSynchronize", in_context([&] { return driver_.event_synchronize(handle_of(event)); }));
 }
 
+// A lost device answers everything with its error and completes nothing more: whoever polls must go on, to
+// the call that says so. That is asked twice, for one error alone says nothing of the event.
 bool GuestDevice::completed(Event event) const {
-  return in_context([&] { return driver_.event_query(handle_of(event)); }) == kSuccess;
+  const EventHandle handle = handle_of(event);
+  for (int times = 0; times < 2; ++times) {
+    const CallResult answer = in_context([&] { return driver_.event_query(handle); });
+    if (answer == kSuccess) return true;
+    if (answer == kNotReady || refused_in_capture(answer)) return false;
+  }
+  return true;
 }
 
 // ---------------------------------------------------------------- memory

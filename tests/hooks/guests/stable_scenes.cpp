@@ -516,6 +516,7 @@ void shrinks() {
 // With a budget of 72 MiB: four blocks. All of it once, so that each driver call can fail in turn: what the
 // program was told went well has the right bytes.
 void stable_faults() {
+  alarm(100);  // who hangs is ended, and says so
   cudaSetDevice(0);
   void* stream = nullptr;
   const bool has_stream = cuStreamCreate(&stream, 0) == 0;
@@ -525,12 +526,13 @@ void stable_faults() {
   for (std::size_t n = 0; has_stream && n + 1 < blocks.at.size(); ++n) {
     if (launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]}) == 0) blocks.mixed(n, n + 1);
   }
-  while (cuCtxSynchronize() != 0) {
+  int tries = 0;
+  while (cuCtxSynchronize() != 0 && ++tries < 3) {
   }
   int wrong = 0;
   std::vector<std::uint64_t> host(kWords);
   for (std::size_t n = 0; n < blocks.at.size(); ++n) {
-    int tries = 0;
+    tries = 0;
     while (cuMemcpyDtoH_v2(host.data(), blocks.at[n], kBlock) != 0 && ++tries < 3) {
     }
     std::vector<std::uint64_t> seen;
@@ -542,6 +544,8 @@ void stable_faults() {
   say("over the budget", loopback_used(0) > 72 * kMiB);
   blocks.free_all();
   say("calls", loopback_calls());
+  void* none = nullptr;
+  say("after all", cudaMalloc(&none, kBlock));
 }
 
 }  // namespace

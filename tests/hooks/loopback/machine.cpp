@@ -27,6 +27,7 @@ Machine& machine() {
     mmap(reinterpret_cast<void*>(kPlainMemory), kPlainBytes, PROT_READ | PROT_WRITE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
     if (const char* at = std::getenv("LOOPBACK_FAIL_AT")) made->fail_at = std::atol(at);
+    if (const char* at = std::getenv("LOOPBACK_LOST_AT")) made->lost_at = std::atol(at);
     if (const char* count = std::getenv("LOOPBACK_FAILS")) made->fails = std::atol(count);
     if (const char* slow = std::getenv("LOOPBACK_SLOW_MS")) made->slow = std::atoi(slow);
     if (const char* with = std::getenv("LOOPBACK_FAIL_WITH")) made->fail_with = std::atoi(with);
@@ -40,9 +41,14 @@ Machine& machine() {
 
 Entry::Entry(const void* polled) : lock_(machine().mutex), result_(kSuccess) {
   Machine& all = machine();
-  if (polled != nullptr && std::exchange(all.polled, polled) == polled) return;
+  const bool again = polled != nullptr && all.polled == polled;
   all.polled = polled;
-  ++all.calls;
+  if (!again) ++all.calls;
+  if (all.lost_at > 0 && all.calls >= all.lost_at) {
+    result_ = kIllegalAddress;
+    return;
+  }
+  if (again) return;
   if (all.fail_at > 0 && all.calls >= all.fail_at && all.calls < all.fail_at + all.fails)
     result_ = all.fail_with;
 }

@@ -18,8 +18,9 @@
 namespace terrace::loopback {
 
 inline constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201,
-                     kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kCaptureUnsupported = 900,
-                     kCaptureInvalidated = 901, kCaptureImplicit = 906, kUnknown = 999;
+                     kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kIllegalAddress = 700,
+                     kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureImplicit = 906,
+                     kUnknown = 999;
 inline constexpr std::size_t kCapacity = std::size_t{16} << 30;
 inline constexpr std::size_t kContextBytes = std::size_t{64} << 20;
 inline constexpr std::size_t kGranularity = std::size_t{2} << 20;
@@ -100,6 +101,7 @@ struct Machine {
   Pointer next_address = kPlainMemory, next_handle = 0x100;
   long calls = 0, fail_at = 0, fails = 1;  // calls that can fail; the first that does, and how many
   int fail_with = kUnknown;
+  long lost_at = 0;              // the call from which on the device is lost, as by a kernel that faults
   const void* polled = nullptr;  // asked again and again, it counts once
   int captures = 0;
   int slow = 0;  // milliseconds that a large copy takes, and the gap between an unmapping and what comes next
