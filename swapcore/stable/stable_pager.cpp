@@ -94,7 +94,10 @@ StablePager::Pages StablePager::pages() const {
     }
     if (view.awaits_room) awaited += view.size;
     pages.largest = std::max(pages.largest, view.size);
-    if (view.coming) pages.coming += view.size;
+    if (view.coming) {
+      pages.coming += view.size;
+      pages.arriving.push_back(view.at);
+    }
     pages.blocks.push_back({.at = view.at,
                             .size = view.size,
                             .in_hbm = view.place == Place::kHbm,
@@ -114,7 +117,8 @@ StablePager::Pages StablePager::pages() const {
 void StablePager::keep_room() {
   const Pages now = pages();
   if (space_.hbm_budget() < now.largest * kBlocksForRoom) return;
-  for (const Address at : terrace::make_room(now.blocks, now.room, now.largest, {})) {
+  const Bytes room = saturating_sub(now.room, claimed_);
+  for (const Address at : terrace::make_room(now.blocks, room, now.largest, {})) {
     (void)space_.order(at, Place::kDdr);
   }
 }
@@ -128,8 +132,9 @@ void StablePager::order_ahead() {
   choose_what_stays(space_.blocks());
   const Pages now = pages();
   if (now.coming >= travel_) return;
-  const PagePlan plan = plan_pages(
-      now.blocks, {.room = now.room, .uses_ahead = schedule_.period(), .bytes_ahead = travel_ - now.coming});
+  const PagePlan plan = plan_pages(now.blocks, {.room = saturating_sub(now.room, claimed_),
+                                                .uses_ahead = schedule_.period(),
+                                                .bytes_ahead = travel_ - now.coming});
   // Each behind what makes room for it: both directions of the link are used at once. A block may have been
   // freed since: then there is nothing to order.
   std::size_t gone = 0;
@@ -140,10 +145,36 @@ void StablePager::order_ahead() {
   counters_.ahead += plan.to_hbm.size();
 }
 
-// Orders others to DDR until `size` is free, and waits for that and for what leaves already.
-Status StablePager::make_room(Bytes size) {
-  for (;;) {
-    std::vector<Address> out;
+class StablePager::Claim {
+ public:
+  Claim(StablePager& pager, Bytes size) : pager_(pager), size_(size) {
+    const std::lock_guard lock(pager_.mutex_);
+    pager_.claimed_ += size_;
+  }
+  ~Claim() {
+    const std::lock_guard lock(pager_.mutex_);
+    pager_.claimed_ -= size_;
+  }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+ private:
+  StablePager& pager_;
+  const Bytes size_;
+};
+
+Status StablePager::make_room(Bytes size, const std::function<void()>& take) {
+  const Claim claim(*this, size);
+  Status made = send_away(size);
+  if (made.ok() && take != nullptr) take();
+  return made;
+}
+
+// Orders others to DDR until `size` is free, and waits for that and for what leaves already; or for what is
+// on its way back, which can leave when it is there.
+Status StablePager::send_away(Bytes size) {
+  for (int tries = 0;;) {
+    std::vector<Address> out, arriving;
     {
       const std::lock_guard lock(mutex_);
       catch_up();
@@ -152,11 +183,13 @@ Status StablePager::make_room(Bytes size) {
       out = terrace::make_room(now.blocks, now.room, size, {});
       for (const Address at : out) (void)space_.order(at, Place::kDdr);
       out.insert(out.end(), now.leaving.begin(), now.leaving.end());
-      if (out.empty()) {
+      if (out.empty()) arriving = now.arriving;
+      if (out.empty() && (arriving.empty() || ++tries > kTries)) {
         return out_of_budget(size, Pool::kScratch,
                              "no block that could leave HBM for DDR makes room for " + format_bytes(size));
       }
     }
+    for (const Address at : arriving) (void)space_.await(at);
     for (const Address at : out) {
       Status gone = space_.await(at);
       if (!gone.ok() && gone.error().code != Errc::kInvalidArgument) return gone;  // that: freed meanwhile

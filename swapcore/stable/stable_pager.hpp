@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -42,8 +43,10 @@ class StablePager {
   // nothing that could leave is left or DDR is full as well.
   [[nodiscard]] Result<Address> allocate(Bytes size);
   [[nodiscard]] Status free(Address at);
-  // Others go to DDR until so much of the budget is free. Errors: as of allocate(), kCancelled while paused.
-  [[nodiscard]] Status make_room(Bytes size);
+  // Others go to DDR until so much of the budget is free. Nothing comes back into it ahead of its use until
+  // `take` has returned, which is called where that went well. Errors: as of allocate(), kCancelled while
+  // paused.
+  [[nodiscard]] Status make_room(Bytes size, const std::function<void()>& take = nullptr);
   // As StableSpace::Uses::begin(), with the blocks brought back.
   void begin(StableSpace::Uses& uses, std::span<const void* const> pointers, StreamSlot slot);
 
@@ -68,9 +71,11 @@ class StablePager {
     Bytes room;    // with that of what leaves
     Bytes coming;  // on their way to HBM
     Bytes largest;
-    std::vector<Address> leaving;
+    std::vector<Address> leaving, arriving;
   };
-  [[nodiscard]] Pages pages() const;                                     // mutex_ held
+  [[nodiscard]] Pages pages() const;  // mutex_ held
+  [[nodiscard]] Status send_away(Bytes size);
+  class Claim;
   void choose_what_stays(const std::vector<StableSpace::View>& blocks);  // mutex_ held
   [[nodiscard]] bool stays(std::uint32_t number) const;                  // mutex_ held
   void note_wait(StallReason reason, Nanoseconds from);
@@ -88,6 +93,7 @@ class StablePager {
   std::vector<bool> stays_;   // by place of the schedule's cycle
   std::uint64_t lesson_ = 0;  // of the schedule, for which that holds,
   Bytes stays_in_, travel_;   // in so much HBM; and what of it is for those that travel
+  Bytes claimed_;             // that somebody waits for: nothing comes ahead of its use in there
   Counters counters_;
   std::jthread thread_;  // last: it uses all of the above
 };

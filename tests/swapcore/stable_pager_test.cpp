@@ -126,6 +126,31 @@ TEST(StablePager, ALearnedStepMovesWhatCannotStayAndNoMore) {
   EXPECT_EQ(after.shown, before.shown) << "nothing was used over the link";
 }
 
+// What is used next would come back at once otherwise, while others are still on their way out.
+TEST(StablePager, NothingComesAheadIntoRoomThatSomebodyWaitsFor) {
+  StableRig rig({.hbm = 16 * kBlock, .link = 0.2e9});
+  Program program(rig);
+  program.make(14);
+  for (int i = 0; i < 60 && program.pager.counters().period == 0; ++i) {
+    program.step();
+    rig.move(program.all[0], Place::kDdr);  // with nothing in DDR nothing is planned
+  }
+  ASSERT_GT(program.pager.counters().period, 0U);
+  program.step();
+  const StableSpace::Counters before = rig.space->counters();
+  Bytes room;
+  std::uint64_t restores = 0;
+  const Status made = program.pager.make_room(12 * kBlock, [&] {
+    room = rig.space->hbm_room();
+    restores = rig.space->counters().restores - before.restores;
+  });
+  ASSERT_TRUE(made.ok()) << made.error().text;
+  EXPECT_GE(room, 12 * kBlock);
+  EXPECT_LE(restores, 14U) << "in the place of what is used later, each at most once";
+  for (int i = 0; i < 3; ++i) program.step();
+  EXPECT_EQ(rig.space->counters().in_ddr, 0_B) << "and afterwards it does";
+}
+
 // Neither side has room for what a launch needs at once: it is used where it lies.
 TEST(StablePager, WhereNoRoomCanBeMadeABlockIsUsedOverTheLink) {
   StableRig rig({.hbm = 2 * kBlock});
