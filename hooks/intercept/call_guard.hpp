@@ -14,6 +14,7 @@ class DriverCall {
   DriverCall(const DriverCall&) = delete;
   DriverCall& operator=(const DriverCall&) = delete;
   [[nodiscard]] bool outermost() const noexcept { return outermost_; }
+  [[nodiscard]] static bool under_way() noexcept { return depth_ != 0; }
   // An allocation or a free was dealt with on this level; a launch was seen.
   static void note_memory() noexcept { ++memory_calls_; }
   static void note_launch() noexcept { ++launches_; }

@@ -226,6 +226,22 @@ TEST(PreloadStable, GivesTheDaemonBackWhatItAsksFor) {
   EXPECT_GE(collector.answered(), 10_MiB) << ended.err;
 }
 
+// Blocks leave for memory that gets their room, and for no other; what it leaves is theirs again.
+TEST(PreloadStable, NativeMemoryTakesTheRoomOfBlocksOnlyWhileItHasIt) {
+  const Ended ended = run_guest("native-memory", small());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "allocated"), 1);
+  EXPECT_THAT(values_of(ended, "too large"), ElementsAre(kOutOfMemory, kOutOfMemory, kOutOfMemory));
+  EXPECT_EQ(value_of(ended, "refused"), kOutOfMemory);
+  EXPECT_THAT(values_of(ended, "create"), ElementsAre(0, 0));
+  EXPECT_EQ(value_of(ended, "gave way"), 1);
+  EXPECT_THAT(values_of(ended, "release"), ElementsAre(0, 0));
+  EXPECT_THAT(values_of(ended, "in hbm"), ElementsAre(14, 14, 14, 14, 14))
+      << "after a request that cannot fit, a step, a refusal of the driver's, and two that came and went";
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_THAT(ended.err, HasSubstr("; 0 uses over the link\n"));
+}
+
 TEST(PreloadStable, SaysAtTheEndWhatTravelledAndWhatALargerBudgetWouldDo) {
   const Ended ended = run_guest("twice", small());
   EXPECT_THAT(ended.err, HasSubstr("device 0: HBM peak 96.0 MiB of 96.0 MiB, DDR peak "));

@@ -23,10 +23,14 @@ std::optional<DeviceFacts> facts_of(int device) noexcept try {
   return std::nullopt;
 }
 
+// Who allocates gets all that he needs or nothing, and then nothing has moved for him; the daemon, which asks
+// from a thread of the wall's, what there is.
 Bytes reclaim_on(int device, Bytes wanted) noexcept {
   const Bytes unused = stream_pools().trim(DeviceOrdinal{device});
   if (unused >= wanted) return unused;
-  return unused + stable_blocks().give_way(DeviceOrdinal{device}, wanted - unused);
+  const bool for_a_guest = DriverCall::under_way() || RuntimeCall::under_way();
+  return unused + (for_a_guest ? stable_blocks().make_way(DeviceOrdinal{device}, wanted - unused)
+                               : stable_blocks().give_way(DeviceOrdinal{device}, wanted - unused));
 }
 
 [[gnu::constructor]] void give_the_wall_its_source() {
@@ -45,7 +49,7 @@ CallResult settle_unseen(TierId tier, void** out, Bytes size) noexcept {
   if (tier == TierId::kHbm) {
     allocation.device = static_cast<std::int16_t>(current_device());
     allocation.charged = charge_for(size);
-    if (!wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed)) {
+    if (!charge_native(allocation.device, allocation.charged)) {
       wall().count_refusal(allocation.device, allocation.charged);
       free_by_runtime(Symbol::cudaFree, *out);
       return kOutOfMemory;

@@ -69,6 +69,18 @@ CallResult pass(const Call<Real>& call, Arguments... arguments) noexcept {
 
 constexpr auto kNowhereElse = [] { return false; };
 
+// For what the driver serves itself. What blocks made way for is theirs again where it is refused even so, or
+// has gone.
+[[nodiscard]] inline bool charge_native(DeviceOrdinal device, Bytes charge) noexcept {
+  if (wall().charge(device, charge, Wall::Reclaim::kAllowed)) return true;
+  stable_blocks().follow_the_wall(device);
+  return false;
+}
+inline void refund_native(DeviceOrdinal device, Bytes charge) noexcept {
+  wall().refund(device, charge);
+  stable_blocks().follow_the_wall(device);
+}
+
 // Charges, asks the driver, and keeps the account right either way. `real` makes the call; `key` is asked
 // after it has succeeded; `elsewhere` where the wall or the driver has no room, and says whether it serves.
 template <typename RealCall, typename Key, typename Elsewhere = decltype(kNowhereElse)>
@@ -76,14 +88,14 @@ CallResult charged(Bytes size, std::uint64_t stream, const RealCall& real, const
                    const Elsewhere& elsewhere = kNowhereElse) noexcept {
   const DeviceOrdinal device = current_device();
   const Bytes charge = charge_for(size);
-  if (!wall().charge(device, charge, Wall::Reclaim::kAllowed)) {
+  if (!charge_native(device, charge)) {
     if (elsewhere()) return kSuccess;
     wall().count_refusal(device, charge);
     return kOutOfMemory;
   }
   const CallResult result = real();
   if (result != kSuccess) {
-    wall().refund(device, charge);
+    refund_native(device, charge);
     return result == kOutOfMemory && elsewhere() ? kSuccess : result;
   }
   Overflow::satisfied();
@@ -234,7 +246,10 @@ CallResult free_known(std::uint64_t stream, const Call<Real>& call, Pointer addr
   const auto known = recorder().freeing(key, stream);
   const CallResult result = call.real(address, rest...);
   if (result != kSuccess && known) recorder().not_freed(key, *known, stream);
-  if (result == kSuccess && known) Recorder::freed(*known);
+  if (result == kSuccess && known) {
+    Recorder::freed(*known);
+    if (known->charged >= kPage) stable_blocks().follow_the_wall(known->device);
+  }
   if (result == kSuccess && !known && key != AllocationKey{}) Recorder::freed_unknown();
   return result;
 }
@@ -251,9 +266,7 @@ CallResult free_now(const Call<Real>& call, DevicePointer address) noexcept {
     DriverCall::note_memory();
     return *served;
   }
-  const CallResult result = free_known(0, call, address);
-  stable_blocks().follow_the_wall(stable_blocks().any() ? current_device() : -1);
-  return result;
+  return free_known(0, call, address);
 }
 
 template <typename Real>

@@ -20,10 +20,9 @@ CallResult create_physical(const Call<Real>& call, PhysicalHandle* out, std::siz
     allocation.device = static_cast<std::int16_t>(properties->location.id);
     allocation.charged = Bytes(bytes);
   }
-  const bool fits =
-      !on_device || wall().charge(allocation.device, allocation.charged, Wall::Reclaim::kAllowed);
+  const bool fits = !on_device || charge_native(allocation.device, allocation.charged);
   if (fits) result = call.real(out, bytes, properties, flags);
-  if (fits && result != kSuccess) wall().refund(allocation.device, allocation.charged);
+  if (fits && result != kSuccess) refund_native(allocation.device, allocation.charged);
   if (on_device && result == kOutOfMemory) {
     // Its device without a charge: memory that is the host's in place of the device's.
     allocation.tier = TierId::kDdr;
@@ -42,6 +41,7 @@ inline void end_physical(const PhysicalLedger::Freed& freed) noexcept {
   recorder().shrank(freed.allocation.tier, freed.allocation.size);
   overflow().ended(freed.allocation, freed.withheld);
   Recorder::freed(freed.allocation);
+  stable_blocks().follow_the_wall(freed.allocation.device);
 }
 
 template <typename Real>

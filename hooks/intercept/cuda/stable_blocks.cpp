@@ -172,8 +172,9 @@ void StableBlocks::close(DeviceBlocks& blocks, std::string_view why) noexcept {
 
 // ---------------------------------------------------------------- budgets
 
-void StableBlocks::follow_the_wall(DeviceOrdinal device) noexcept {
+void StableBlocks::follow_the_wall(DeviceOrdinal device) noexcept try {
   if (DeviceBlocks* const blocks = of_device(device)) follow_the_wall(*blocks);
+} catch (...) {  // the budget stays what it was
 }
 
 // The bytes that blocks may hold in HBM; set, so that what is taken next keeps to it.
@@ -194,13 +195,16 @@ void StableBlocks::lease_ddr(DeviceOrdinal device, Bytes needed) {
   lease_->set_budget(now + wall().lease_ddr(device, step));
 }
 
+// Before `more` is wanted in HBM beside all blocks, which may hold `hbm` there.
+void StableBlocks::lease_ddr_for(DeviceBlocks& blocks, Bytes more, Bytes hbm) {
+  const Bytes live = blocks.space->counters().live + more;
+  if (live <= hbm) return;
+  const std::lock_guard lock(mutex_);
+  lease_ddr(blocks.ordinal, lease_->held() + (live - hbm) + kBatch * 2);
+}
+
 Result<Address> StableBlocks::take(DeviceBlocks& blocks, Bytes size) {
-  const Bytes live = blocks.space->counters().live + size;
-  const Bytes hbm = follow_the_wall(blocks);
-  if (live > hbm) {
-    const std::lock_guard lock(mutex_);
-    lease_ddr(blocks.ordinal, lease_->held() + (live - hbm) + kBatch * 2);
-  }
+  lease_ddr_for(blocks, size, follow_the_wall(blocks));
   auto at = blocks.pager->allocate(size);
   if (at || at.error().code != Errc::kOutOfBudget) return at;
   if (lease_->room() < size) {
@@ -212,18 +216,36 @@ Result<Address> StableBlocks::take(DeviceBlocks& blocks, Bytes size) {
   return at;
 }
 
+// By so much than the wall leaves: what is not there yet leaves, as far as it can.
+void StableBlocks::hold_less(DeviceBlocks& blocks, Bytes bytes) {
+  const Bytes left = saturating_sub(follow_the_wall(blocks), bytes);
+  blocks.space->set_hbm_budget(left);
+  // Somebody may have taken a part of that room before the budget said that it was gone.
+  if (blocks.space->hbm_held() > left) (void)blocks.pager->make_room(1_B);
+}
+
+Bytes StableBlocks::make_way(DeviceOrdinal device, Bytes bytes) noexcept try {
+  DeviceBlocks* const blocks = of_device(device);
+  if (blocks == nullptr || blocks->space->paused()) return {};
+  const Bytes hbm = follow_the_wall(*blocks);
+  if (bytes > hbm) return {};
+  lease_ddr_for(*blocks, bytes, hbm);
+  const Bytes before = blocks->space->hbm_held();
+  if (!blocks->pager->make_room(bytes, [&] { hold_less(*blocks, bytes); })) return {};
+  return saturating_sub(before, blocks->space->hbm_held());
+} catch (...) {
+  return {};
+}
+
 Bytes StableBlocks::give_way(DeviceOrdinal device, Bytes bytes) noexcept try {
   DeviceBlocks* const blocks = of_device(device);
   if (blocks == nullptr || blocks->space->paused()) return {};
-  StableSpace& space = *blocks->space;
-  (void)follow_the_wall(*blocks);
-  const Bytes before = space.hbm_held();
+  const Bytes hbm = follow_the_wall(*blocks);
+  lease_ddr_for(*blocks, std::min(bytes, hbm), hbm);
+  const Bytes before = blocks->space->hbm_held();
   (void)blocks->pager->make_room(bytes);
-  const Bytes left = saturating_sub(follow_the_wall(*blocks), bytes);
-  space.set_hbm_budget(left);
-  // Somebody may have taken a part of that room before the budget said that it was gone.
-  if (space.hbm_held() > left) (void)blocks->pager->make_room(1_B);
-  return saturating_sub(before, space.hbm_held());
+  hold_less(*blocks, bytes);
+  return saturating_sub(before, blocks->space->hbm_held());
 } catch (...) {
   return {};
 }

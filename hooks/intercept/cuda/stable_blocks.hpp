@@ -100,9 +100,12 @@ class StableBlocks {
   // Every block can be reached wherever it lies, now and later: there are those who name none.
   void keep_reachable() noexcept;
 
-  // Makes `bytes` of HBM free for others. Returns what blocks gave up.
+  // Makes `bytes` of HBM free for others: blocks may hold so much less until follow_the_wall(). Returns what
+  // they gave up. Where all of them together cannot make that room, make_way() moves none for it, and
+  // give_way() all that can leave.
+  Bytes make_way(DeviceOrdinal device, Bytes bytes) noexcept;
   Bytes give_way(DeviceOrdinal device, Bytes bytes) noexcept;
-  // What may be in HBM follows what the wall leaves.
+  // What may be in HBM follows what the wall leaves: after native memory went, or did not come after all.
   void follow_the_wall(DeviceOrdinal device) noexcept;
   static Bytes follow_the_wall(DeviceBlocks& blocks);
 
@@ -128,6 +131,8 @@ class StableBlocks {
   [[nodiscard]] std::unique_ptr<DeviceBlocks> make(ContextHandle context, DeviceOrdinal ordinal);
   DeviceBlocks* publish(std::unique_ptr<DeviceBlocks> blocks);
   [[nodiscard]] Result<Address> take(DeviceBlocks& blocks, Bytes size);
+  void lease_ddr_for(DeviceBlocks& blocks, Bytes more, Bytes hbm);
+  static void hold_less(DeviceBlocks& blocks, Bytes bytes);
   void lease_ddr(DeviceOrdinal device, Bytes needed);  // mutex_ held
   [[nodiscard]] CallResult end(DeviceBlocks& blocks, DevicePointer address);
   [[nodiscard]] bool defer_while_captured(const Deferred& free);

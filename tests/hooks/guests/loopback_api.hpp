@@ -81,5 +81,6 @@ void* loopback_kernel(const char* name, void (*run)(void** parameters), const st
 int loopback_delay(void* stream, int milliseconds);
 std::size_t loopback_host_bytes();
 int loopback_in_hbm(Pointer address);
+int loopback_refuse(std::size_t bytes);
 int loopback_runtime_version();
 }

@@ -493,6 +493,57 @@ void imports() {
   say("again", cuIpcCloseMemHandle(at));
 }
 
+// Memory that the driver serves itself, beside 14 blocks in room for 16: what cannot fit, what the driver
+// refuses, and what comes and goes. Between them steps that use each block.
+void native_memory() {
+  cudaSetDevice(0);
+  Blocks blocks;
+  say("allocated", blocks.add(14));
+  void* stream = nullptr;
+  cuStreamCreate(&stream, 0);
+  void* const mixes = kernel("mix", mix, {8, 8});
+  const auto steps = [&] {
+    for (int step = 0; step < 4; ++step) {
+      for (std::size_t n = 0; n + 1 < blocks.at.size(); ++n) {
+        launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
+        blocks.mixed(n, n + 1);
+        cuStreamSynchronize(stream);
+      }
+    }
+  };
+  steps();
+  const int on_device[8] = {1, 0, 1, 0};
+  const std::size_t fits = 24 * kMiB, does_not = 64 * kMiB;
+  Pointer out = 0;
+  void* memory = nullptr;
+  const Array what{does_not / 1024 / 4, 1024, 0x20, 1};
+  say("too large", cuMemCreate(&out, does_not, on_device, 0));
+  say("too large", cuMemAllocManaged(&out, does_not, 1));
+  say("too large", cuArrayCreate_v2(&memory, &what));
+  say("in hbm", blocks.in_hbm());
+  steps();
+  say("in hbm", blocks.in_hbm());
+
+  loopback_refuse(fits);
+  say("refused", cuMemCreate(&out, fits, on_device, 0));
+  loopback_refuse(0);
+  steps();
+  say("in hbm", blocks.in_hbm());
+
+  say("create", cuMemCreate(&out, fits, on_device, 0));
+  say("gave way", blocks.in_hbm() < 14);
+  say("release", cuMemRelease(out));
+  steps();
+  say("in hbm", blocks.in_hbm());
+
+  const Array large{fits / 1024 / 4, 1024, 0x20, 1};
+  say("create", cuArrayCreate_v2(&memory, &large));
+  say("release", cuArrayDestroy(memory));
+  steps();
+  say("in hbm", blocks.in_hbm());
+  say("wrong", blocks.wrong());
+}
+
 // The daemon wants half of it back while the program computes.
 void shrinks() {
   cudaSetDevice(0);
@@ -568,6 +619,7 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"imports", imports},
       {"libraries", libraries},
       {"shrinks", shrinks},
+      {"native-memory", native_memory},
       {"stable-faults", stable_faults},
   };
   return scenes;

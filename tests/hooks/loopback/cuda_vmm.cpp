@@ -80,6 +80,7 @@ API cuMemCreate(Pointer* out, std::size_t bytes, const Properties* properties, u
   if (entry->captures > 0 && capture_mode != 2) return kCaptureUnsupported;
   if (entry.result() != kSuccess) return entry.result();
   if (properties == nullptr || out == nullptr || bytes == 0) return kInvalidValue;
+  if (bytes == entry->refuse) return kOutOfMemory;
   Physical made;
   made.bytes = bytes;
   if (properties->location == 1) {
@@ -185,6 +186,11 @@ API cuIpcOpenMemHandle_v2(Pointer* out, IpcHandle handle, unsigned) {
 }
 API cuIpcCloseMemHandle(Pointer) { return kSuccess; }
 
+// From now on there is no physical memory of just this size.
+API loopback_refuse(std::size_t bytes) {
+  const Entry entry;
+  return entry->refuse = bytes, kSuccess;
+}
 // The devices that may reach the mapping around an address, as bits.
 API loopback_access(Pointer address) {
   const Entry entry;

@@ -102,6 +102,7 @@ struct Machine {
   long calls = 0, fail_at = 0, fails = 1;  // calls that can fail; the first that does, and how many
   int fail_with = kUnknown;
   long lost_at = 0;              // the call from which on the device is lost, as by a kernel that faults
+  std::size_t refuse = 0;        // physical memory of just this size
   const void* polled = nullptr;  // asked again and again, it counts once
   int captures = 0;
   int slow = 0;  // milliseconds that a large copy takes, and the gap between an unmapping and what comes next
