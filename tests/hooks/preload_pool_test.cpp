@@ -33,6 +33,8 @@ TEST(PreloadPool, StandsWhereTheDriversPoolWould) {
     EXPECT_EQ(ended.err, "");
     EXPECT_THAT(values_of(ended, "malloc"), ElementsAre(0, 0));
     EXPECT_EQ(value_of(ended, "ours"), 1) << guest;
+    EXPECT_EQ(value_of(ended, "range"), 0);
+    EXPECT_EQ(value_of(ended, "of the allocation"), 1) << "and not of what is mapped around it";
     EXPECT_THAT(values_of(ended, "used MiB"), ElementsAre(40, 10));
     EXPECT_THAT(values_of(ended, "high MiB"), ElementsAre(40, 10)) << "the peak, and after its reset";
     EXPECT_EQ(value_of(ended, "reserved over used"), 1);

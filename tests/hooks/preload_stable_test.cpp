@@ -22,7 +22,7 @@ using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-constexpr int kInvalidValue = 1, kOutOfMemory = 2;
+constexpr int kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
 
 // 32 MiB beside the context: 16 blocks of the scenes.
 Settings small(Settings more = {}) {
@@ -155,6 +155,24 @@ TEST(PreloadStable, FreesOfWhatIsInDdrOfStrangersAndTwice) {
   EXPECT_EQ(value_of(ended, "nothing"), 0);
   EXPECT_EQ(value_of(ended, "again"), 1);
   EXPECT_EQ(value_of(ended, "wrong"), 0);
+}
+
+TEST(PreloadStable, QuestionsAreAnsweredWhereverABlockLies) {
+  const Ended ended = run_guest("questions", small());
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(value_of(ended, "allocated"), 1);
+  EXPECT_EQ(value_of(ended, "in ddr"), 1);
+  EXPECT_EQ(value_of(ended, "range"), 48) << "also of what cannot be reached just now";
+  EXPECT_EQ(value_of(ended, "attributes"), 48) << "of the block, not of all addresses there are";
+  EXPECT_EQ(value_of(ended, "access"), 48);
+  EXPECT_EQ(value_of(ended, "stranger"), kNotFound);
+  EXPECT_EQ(value_of(ended, "were in hbm"), 0);
+  EXPECT_EQ(value_of(ended, "retain"), 0);
+  EXPECT_EQ(value_of(ended, "bind"), 0);
+  EXPECT_EQ(value_of(ended, "tokens"), 0);
+  EXPECT_EQ(value_of(ended, "are in hbm"), 3) << "for good";
+  EXPECT_EQ(value_of(ended, "wrong"), 0);
+  EXPECT_EQ(value_of(ended, "release"), 0);
 }
 
 TEST(PreloadStable, AnotherDevicesUsesFixWhatTheyReach) {

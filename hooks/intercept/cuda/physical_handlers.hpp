@@ -67,6 +67,10 @@ template <typename Real>
 CallResult retain_physical(const Call<Real>& call, PhysicalHandle* out, void* address) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kMap);
+  // What it hands out is the memory under the address, which others may map.
+  if (guard.outermost())
+    stable_blocks().fix(reinterpret_cast<std::uintptr_t>(address), FixedReason::kRegistered,
+                        StableBlocks::Where::kBring);
   const CallResult result = call.real(out, address);
   if (result == kSuccess && guard.outermost())
     noting([&] { physical_ledger().retained(*out, reinterpret_cast<std::uintptr_t>(address)); });

@@ -383,6 +383,13 @@ void StableBlocks::show(DevicePointer address) noexcept try {
 } catch (...) {
 }
 
+std::optional<StableBlocks::Extent> StableBlocks::extent_around(DevicePointer address) const noexcept {
+  const DeviceBlocks* const blocks = holding(address);
+  const auto block = blocks == nullptr ? std::nullopt : blocks->space->find(pointer_to(address));
+  if (!block) return std::nullopt;
+  return Extent{reinterpret_cast<std::uintptr_t>(block->at), block->size.count()};
+}
+
 void StableBlocks::keep_reachable() noexcept try {
   const ErrnoKept kept;
   for (std::uint32_t i = 0; i < devices(); ++i) at(i).space->keep_reachable();

@@ -97,6 +97,12 @@ class StableBlocks {
 
   // The block around an address, if there is one, can be reached until it moves.
   void show(DevicePointer address) noexcept;
+  // Where it begins, and how large it is, wherever it lies.
+  struct Extent {
+    DevicePointer at = 0;
+    std::uint64_t bytes = 0;
+  };
+  [[nodiscard]] std::optional<Extent> extent_around(DevicePointer address) const noexcept;
   // Every block can be reached wherever it lies, now and later: there are those who name none.
   void keep_reachable() noexcept;
 

@@ -2,6 +2,7 @@
 // to others. What they can reach is noted before the driver is asked (guest_uses.hpp).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -233,6 +234,14 @@ CallResult show_range(const Call<Real>& call, void* out, DevicePointer address, 
   return call.real(out, address, rest...);
 }
 template <typename Real>
+CallResult bind_range(const Call<Real>& call, PhysicalHandle group, std::size_t offset, DevicePointer address,
+                      std::size_t bytes, unsigned long long flags) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kShare);
+  if (guard.outermost()) stable_blocks().fix(address, FixedReason::kRegistered, StableBlocks::Where::kBring);
+  return call.real(group, offset, address, bytes, flags);
+}
+template <typename Real>
 CallResult set_attribute(const Call<Real>& call, const void* value, int attribute,
                          DevicePointer address) noexcept {
   const DriverCall guard;
@@ -256,11 +265,56 @@ CallResult create_texture(const Call<Real>& call, unsigned long long* out, const
   return call.real(out, resource, texture, view);
 }
 
+// What the guest has allocated there: a driver knows of the memory mapped there, if any is, and of all the
+// addresses around it.
+[[nodiscard]] inline std::optional<StableBlocks::Extent> extent_around(DevicePointer address) noexcept {
+  if (const auto pooled = stream_pools().find(address))
+    return StableBlocks::Extent{reinterpret_cast<std::uintptr_t>(pooled->address), pooled->size.count()};
+  return stable_blocks().extent_around(address);
+}
+// Neither is asked to be where it can be reached: the answer is known without.
+template <typename Real>
+CallResult get_address_range(const Call<Real>& call, DevicePointer* base, std::size_t* bytes,
+                             DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  const auto extent = guard.outermost() ? extent_around(address) : std::nullopt;
+  if (!extent) return call.real(base, bytes, address);
+  if (base != nullptr) *base = extent->at;
+  if (bytes != nullptr) *bytes = extent->bytes;
+  return kSuccess;
+}
+template <typename Real>
+CallResult get_access(const Call<Real>& call, unsigned long long* flags, const Location* who,
+                      DevicePointer address) noexcept {
+  const DriverCall guard;
+  count(guard, CallGroup::kQuery);
+  if (guard.outermost()) stable_blocks().show(address);
+  return call.real(flags, who, address);
+}
+
+// CU_POINTER_ATTRIBUTE_...
+inline constexpr int kMemoryType = 2, kTokens = 5, kDeviceOrdinal = 9, kRangeStart = 11, kRangeBytes = 12;
+
+// A block is asked about: tokens are for who reaches the memory past the driver.
+inline void before_asking(int attribute, DevicePointer address) noexcept {
+  if (attribute == kTokens)
+    stable_blocks().fix(address, FixedReason::kRegistered, StableBlocks::Where::kBring);
+  else
+    stable_blocks().show(address);
+}
 // What a block is does not depend on where it lies now.
 inline void describe_block(int attribute, void* value, DevicePointer address) noexcept {
-  constexpr int kMemoryType = 2, kDeviceOrdinal = 9;  // CU_POINTER_ATTRIBUTE_...
-  constexpr unsigned kDeviceMemory = 2;               // CU_MEMORYTYPE_DEVICE
-  if (value == nullptr || (attribute != kMemoryType && attribute != kDeviceOrdinal)) return;
+  constexpr unsigned kDeviceMemory = 2;  // CU_MEMORYTYPE_DEVICE
+  if (value == nullptr) return;
+  if (attribute == kRangeStart || attribute == kRangeBytes) {
+    const auto extent = extent_around(address);
+    if (!extent) return;
+    const std::uint64_t word = attribute == kRangeStart ? extent->at : extent->bytes;
+    std::memcpy(value, &word, sizeof word);
+    return;
+  }
+  if (attribute != kMemoryType && attribute != kDeviceOrdinal) return;
   const DeviceBlocks* const blocks = stable_blocks().holding(address);
   const auto device = blocks != nullptr ? std::optional(blocks->ordinal) : overflow().device_of(address);
   if (!device) return;
@@ -271,7 +325,7 @@ template <typename Real>
 CallResult get_attribute(const Call<Real>& call, void* value, int attribute, DevicePointer address) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kQuery);
-  if (guard.outermost()) stable_blocks().show(address);
+  if (guard.outermost()) before_asking(attribute, address);
   const CallResult result = call.real(value, attribute, address);
   if (result == kSuccess && guard.outermost()) describe_block(attribute, value, address);
   return result;
@@ -281,7 +335,10 @@ CallResult get_attributes(const Call<Real>& call, unsigned how_many, int* attrib
                           DevicePointer address) noexcept {
   const DriverCall guard;
   count(guard, CallGroup::kQuery);
-  if (guard.outermost()) stable_blocks().show(address);
+  if (guard.outermost() && attributes != nullptr) {
+    const bool tokens = std::count(attributes, attributes + how_many, kTokens) > 0;
+    before_asking(tokens ? kTokens : kMemoryType, address);
+  }
   const CallResult result = call.real(how_many, attributes, values, address);
   if (result != kSuccess || !guard.outermost() || attributes == nullptr || values == nullptr) return result;
   for (unsigned i = 0; i < how_many; ++i) describe_block(attributes[i], values[i], address);

@@ -67,7 +67,11 @@ int cuMemsetD8Async(Pointer to, unsigned char value, std::size_t bytes, void* st
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const void* sizes,
                            const void* strides, const void* box, const void* steps, int interleave,
                            int swizzle, int promotion, int fill);
-int cuPointerGetAttribute(unsigned* value, int attribute, Pointer address);
+int cuPointerGetAttribute(void* value, int attribute, Pointer address);
+int cuMemGetAddressRange_v2(Pointer* base, std::size_t* bytes, Pointer address);
+int cuMemGetAccess(unsigned long long* flags, const int* location, Pointer address);
+int cuMulticastBindAddr(Pointer group, std::size_t offset, Pointer address, std::size_t bytes,
+                        unsigned long long flags);
 int cuGraphLaunch(void* graph, void* stream);
 
 std::size_t loopback_used(int device);

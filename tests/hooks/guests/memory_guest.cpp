@@ -242,7 +242,8 @@ const std::map<std::string_view, std::function<void()>>& memory_scenes() {
 int main(int argc, char** argv) {
   const std::string_view wanted = argc > 1 ? argv[1] : "";
   using namespace terrace::guest;
-  for (const auto* scenes : {&memory_scenes(), &overflow_scenes(), &pool_scenes(), &stable_scenes()}) {
+  for (const auto* scenes :
+       {&memory_scenes(), &overflow_scenes(), &pool_scenes(), &stable_scenes(), &driver_scenes()}) {
     const auto scene = scenes->find(wanted);
     if (scene != scenes->end()) return scene->second(), 0;
   }

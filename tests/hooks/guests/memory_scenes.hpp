@@ -1,4 +1,4 @@
-// The scenes of memory_guest, in four files.
+// The scenes of memory_guest, in five files.
 #pragma once
 
 #include <functional>
@@ -17,5 +17,6 @@ const std::map<std::string_view, std::function<void()>>& memory_scenes();
 const std::map<std::string_view, std::function<void()>>& overflow_scenes();
 const std::map<std::string_view, std::function<void()>>& pool_scenes();
 const std::map<std::string_view, std::function<void()>>& stable_scenes();
+const std::map<std::string_view, std::function<void()>>& driver_scenes();
 
 }  // namespace terrace::guest

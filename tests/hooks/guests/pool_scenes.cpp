@@ -30,6 +30,10 @@ void attributes() {
   say("malloc", cudaMallocAsync(&a, 10 * kMiB, nullptr));
   say("malloc", cudaMallocAsync(&b, 30 * kMiB, nullptr));
   say("ours", from_our_pool(a));
+  Pointer base = 0;
+  std::size_t bytes = 0;
+  say("range", cuMemGetAddressRange_v2(&base, &bytes, number(b) + 7));
+  say("of the allocation", base == number(b) && bytes == 30 * kMiB);
   say("used MiB", static_cast<long long>(attribute(kUsed) / kMiB));
   say("free", cudaFreeAsync(b, nullptr));
   say("used MiB", static_cast<long long>(attribute(kUsed) / kMiB));

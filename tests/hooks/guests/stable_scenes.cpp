@@ -14,32 +14,12 @@
 #include <vector>
 
 #include "tests/hooks/guests/memory_scenes.hpp"
+#include "tests/hooks/guests/mixed_blocks.hpp"
 
 namespace terrace::guest {
 namespace {
 
-constexpr std::size_t kBlock = 2 * kMiB, kWords = kBlock / 8;
-
-Pointer number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
-// Touched here and there: every page, and both ends.
-constexpr std::size_t kStride = 251;
-std::uint64_t word_at(std::uint64_t seed, std::size_t index) {
-  return (seed + 1) * 0x9E3779B97F4A7C15ULL + index * 0xBF58476D1CE4E5B9ULL;
-}
-template <typename Visit>
-void each_index(const Visit& visit) {
-  for (std::size_t i = 0; i < kWords; i += kStride) visit(i);
-  visit(kWords - 1);
-}
-
-// out[i] = out[i] * 3 + in[i]
-void mix(void** parameters) {
-  auto* const out = *static_cast<std::uint64_t**>(parameters[0]);
-  const auto* const in = *static_cast<std::uint64_t**>(parameters[1]);
-  each_index([&](std::size_t i) { out[i] = out[i] * 3 + in[i]; });
-}
-// The same, of what a table in device memory points to, and slowly: what travels meanwhile is lost.
+// As mix(), of what a table in device memory points to, and slowly: what travels meanwhile is lost.
 void mix_by_table(void** parameters) {
   auto* const table = *static_cast<std::uint64_t***>(parameters[0]);
   int done = 0;
@@ -48,7 +28,7 @@ void mix_by_table(void** parameters) {
     table[0][i] = table[0][i] * 3 + table[1][i];
   });
 }
-// The first, slowly.
+// As mix(), slowly.
 void slow_mix(void** parameters) {
   auto* const out = *static_cast<std::uint64_t**>(parameters[0]);
   const auto* const in = *static_cast<std::uint64_t**>(parameters[1]);
@@ -66,68 +46,6 @@ void point(void** parameters) {
   table[0] = *static_cast<Pointer*>(parameters[1]);
   table[1] = *static_cast<Pointer*>(parameters[2]);
 }
-
-void* kernel(const char* name, void (*run)(void**), std::vector<std::size_t> sizes, int told = 1) {
-  return loopback_kernel(name, run, sizes.data(), sizes.size(), told);
-}
-int launch(void* function, void* stream, std::vector<Pointer> values) {
-  std::vector<void*> parameters;
-  for (Pointer& value : values) parameters.push_back(&value);
-  return cudaLaunchKernel(function, {1, 1, 1}, {1, 1, 1}, parameters.data(), 0, stream);
-}
-
-// Blocks with the words that a program without any budget would have in them.
-struct Blocks {
-  std::vector<Pointer> at;
-  std::vector<std::vector<std::uint64_t>> expected;  // by block, the words that are looked at
-  int allocated = 0;
-
-  bool add(int how_many) {
-    std::vector<std::uint64_t> host(kWords);
-    for (int n = 0; n < how_many; ++n) {
-      void* made = nullptr;
-      if (cudaMalloc(&made, kBlock) != 0) return false;
-      for (std::size_t i = 0; i < kWords; ++i) host[i] = word_at(at.size(), i);
-      if (cuMemcpyHtoD_v2(number(made), host.data(), kBlock) != 0) return false;
-      at.push_back(number(made));
-      expected.emplace_back();
-      each_index([&](std::size_t i) { expected.back().push_back(host[i]); });
-    }
-    return true;
-  }
-  void mixed(std::size_t out, std::size_t in) {
-    for (std::size_t i = 0; i < expected[out].size(); ++i)
-      expected[out][i] = expected[out][i] * 3 + expected[in][i];
-  }
-  // Blocks with a wrong word.
-  int wrong() {
-    int wrong = 0;
-    std::vector<std::uint64_t> host(kWords);
-    for (std::size_t n = 0; n < at.size(); ++n) {
-      if (at[n] == 0) continue;
-      if (cuMemcpyDtoH_v2(host.data(), at[n], kBlock) != 0) {
-        ++wrong;
-        continue;
-      }
-      std::vector<std::uint64_t> seen;
-      each_index([&](std::size_t i) { seen.push_back(host[i]); });
-      wrong += seen == expected[n] ? 0 : 1;
-    }
-    return wrong;
-  }
-  int in_hbm() {
-    int count = 0;
-    for (const Pointer each : at) count += each != 0 && loopback_in_hbm(each) != 0 ? 1 : 0;
-    return count;
-  }
-  void free_all() {
-    for (Pointer& each : at) cuMemFree_v2(each);
-    at.clear();
-  }
-};
-
-// With a budget of 96 MiB, 64 of which the context takes: 16 blocks fit.
-constexpr int kTwice = 32;
 
 void twice_the_budget() {
   cudaSetDevice(0);
@@ -493,57 +411,6 @@ void imports() {
   say("again", cuIpcCloseMemHandle(at));
 }
 
-// Memory that the driver serves itself, beside 14 blocks in room for 16: what cannot fit, what the driver
-// refuses, and what comes and goes. Between them steps that use each block.
-void native_memory() {
-  cudaSetDevice(0);
-  Blocks blocks;
-  say("allocated", blocks.add(14));
-  void* stream = nullptr;
-  cuStreamCreate(&stream, 0);
-  void* const mixes = kernel("mix", mix, {8, 8});
-  const auto steps = [&] {
-    for (int step = 0; step < 4; ++step) {
-      for (std::size_t n = 0; n + 1 < blocks.at.size(); ++n) {
-        launch(mixes, stream, {blocks.at[n], blocks.at[n + 1]});
-        blocks.mixed(n, n + 1);
-        cuStreamSynchronize(stream);
-      }
-    }
-  };
-  steps();
-  const int on_device[8] = {1, 0, 1, 0};
-  const std::size_t fits = 24 * kMiB, does_not = 64 * kMiB;
-  Pointer out = 0;
-  void* memory = nullptr;
-  const Array what{does_not / 1024 / 4, 1024, 0x20, 1};
-  say("too large", cuMemCreate(&out, does_not, on_device, 0));
-  say("too large", cuMemAllocManaged(&out, does_not, 1));
-  say("too large", cuArrayCreate_v2(&memory, &what));
-  say("in hbm", blocks.in_hbm());
-  steps();
-  say("in hbm", blocks.in_hbm());
-
-  loopback_refuse(fits);
-  say("refused", cuMemCreate(&out, fits, on_device, 0));
-  loopback_refuse(0);
-  steps();
-  say("in hbm", blocks.in_hbm());
-
-  say("create", cuMemCreate(&out, fits, on_device, 0));
-  say("gave way", blocks.in_hbm() < 14);
-  say("release", cuMemRelease(out));
-  steps();
-  say("in hbm", blocks.in_hbm());
-
-  const Array large{fits / 1024 / 4, 1024, 0x20, 1};
-  say("create", cuArrayCreate_v2(&memory, &large));
-  say("release", cuArrayDestroy(memory));
-  steps();
-  say("in hbm", blocks.in_hbm());
-  say("wrong", blocks.wrong());
-}
-
 // The daemon wants half of it back while the program computes.
 void shrinks() {
   cudaSetDevice(0);
@@ -619,7 +486,6 @@ const std::map<std::string_view, std::function<void()>>& stable_scenes() {
       {"imports", imports},
       {"libraries", libraries},
       {"shrinks", shrinks},
-      {"native-memory", native_memory},
       {"stable-faults", stable_faults},
   };
   return scenes;

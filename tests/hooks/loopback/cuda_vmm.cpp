@@ -25,6 +25,14 @@ struct IpcHandle {
   char opaque[64];
 };
 
+// The mapping around an address; the end: there is none.
+std::map<Pointer, Pointer>::iterator mapping_around(Entry& entry, Pointer address) {
+  auto it = entry->mappings.upper_bound(address);
+  if (it == entry->mappings.begin()) return entry->mappings.end();
+  --it;
+  return address - it->first < entry->handles[it->second].bytes ? it : entry->mappings.end();
+}
+
 void end_if_unheld(Entry& entry, Pointer handle) {
   const auto found = entry->handles.find(handle);
   if (found == entry->handles.end() || found->second.references > 0 || found->second.mappings > 0) return;
@@ -141,12 +149,40 @@ API cuMemSetAccess(Pointer at, std::size_t bytes, const Access* who, std::size_t
   return kSuccess;
 }
 API cuMemRetainAllocationHandle(Pointer* out, void* address) {
-  const Entry entry;
-  auto it = entry->mappings.upper_bound(reinterpret_cast<std::uintptr_t>(address));
-  if (it == entry->mappings.begin()) return kInvalidValue;
-  --it;
+  Entry entry;
+  const auto it = mapping_around(entry, reinterpret_cast<std::uintptr_t>(address));
+  if (it == entry->mappings.end()) return kInvalidValue;
   ++entry->handles[it->second].references;
   return *out = it->second, kSuccess;
+}
+API cuMemGetAccess(unsigned long long* flags, const int* location, Pointer address) {
+  Entry entry;
+  const auto it = mapping_around(entry, address);
+  if (it == entry->mappings.end()) return kInvalidValue;
+  const std::vector<int>& open = entry->access[it->first];
+  return *flags = std::count(open.begin(), open.end(), location[1]) > 0 ? 3 : 0, kSuccess;
+}
+// Of mapped memory the mapping.
+API cuMemGetAddressRange_v2(Pointer* base, std::size_t* bytes, Pointer address) {
+  Entry entry;
+  Pointer first = 0;
+  std::size_t size = 0;
+  const auto it = mapping_around(entry, address);
+  auto block = entry->blocks.upper_bound(address);
+  if (it != entry->mappings.end()) {
+    first = it->first, size = entry->handles[it->second].bytes;
+  } else if (block != entry->blocks.begin()) {
+    --block;
+    first = block->first, size = block->second.bytes;
+  }
+  if (address - first >= size) return kNotFound;
+  if (base != nullptr) *base = first;
+  if (bytes != nullptr) *bytes = size;
+  return kSuccess;
+}
+API cuMulticastBindAddr(Pointer, std::size_t, Pointer address, std::size_t, unsigned long long) {
+  Entry entry;
+  return mapping_around(entry, address) == entry->mappings.end() ? kInvalidValue : kSuccess;
 }
 API cuMemExportToShareableHandle(int* file, Pointer handle, int, unsigned long long) {
   const Entry entry;

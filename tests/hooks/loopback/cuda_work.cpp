@@ -240,12 +240,21 @@ API cuTensorMapEncodeTiled(void* map, int, unsigned, void* address, const void*,
   return kSuccess;
 }
 // Of plain memory and of what is mapped; the host's other memory is unknown.
-API cuPointerGetAttribute(unsigned* type, int attribute, Pointer address) {
+API cuPointerGetAttribute(void* value, int attribute, Pointer address) {
   Entry entry;
   if (entry.result() != kSuccess) return entry.result();
   const bool plain = address - kPlainMemory < kPlainBytes;
-  if (attribute != 2 || (!plain && mapping_around(entry, address) == entry->mappings.end()))
-    return kInvalidValue;
+  if (!plain && mapping_around(entry, address) == entry->mappings.end()) return kInvalidValue;
+  if (attribute == 5) return kSuccess;  // tokens for others
+  if (attribute == 11 || attribute == 12) {
+    // Of mapped memory all of the addresses reserved there.
+    auto range = entry->ranges.upper_bound(address);
+    if (range == entry->ranges.begin()) return kInvalidValue;
+    --range;
+    return *static_cast<Pointer*>(value) = attribute == 11 ? range->first : range->second, kSuccess;
+  }
+  if (attribute != 2) return kInvalidValue;
+  auto* const type = static_cast<unsigned*>(value);
   if (plain) return *type = 2, kSuccess;
   // As memory of the host is, where that is mapped.
   const bool device = entry->handles[mapping_around(entry, address)->second].device >= 0;
