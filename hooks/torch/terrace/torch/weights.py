@@ -112,9 +112,8 @@ class Weights:
     def _begin(self):
         self.active = True
         module, parameter = torch.nn.Module, torch.nn.Parameter
-        self._originals = {"__getattr__": module.__getattr__, "_load_from_state_dict": module._load_from_state_dict,
-                           "_apply": module._apply}
-        get = self._originals["__getattr__"]
+        self._originals = {"__getattr__": module.__getattr__, "_apply": module._apply}
+        get, apply = self._originals["__getattr__"], self._originals["_apply"]
 
         def __getattr__(owner, name):
             value = get(owner, name)
@@ -122,9 +121,16 @@ class Weights:
                 self.use(value)
             return value
 
-        module.__getattr__ = __getattr__
-        for name in ("_load_from_state_dict", "_apply"):
-            setattr(module, name, self._with_its_own_whole(self._originals[name]))
+        def _apply(owner, function, *args, **kwargs):
+            def of_whole(tensor):
+                # One by one: what a child, or the one before, has brought may have sent this one away.
+                if type(tensor) is parameter:
+                    self.whole(tensor)
+                return function(tensor)
+
+            return apply(owner, of_whole, *args, **kwargs)
+
+        module.__getattr__, module._apply = __getattr__, _apply
 
         def read(p):
             self.whole(p)
@@ -142,18 +148,16 @@ class Weights:
             self.whole(p)
             return torch.Tensor.detach(p)
 
+        def copy_(p, source, *args, **kwargs):
+            """load_state_dict() comes to this, for each."""
+            if type(source) is parameter:
+                self._bring(source, keep=True)
+            self.whole(p)
+            return torch.Tensor.copy_(p, source, *args, **kwargs)
+
         parameter.data = property(read, write)
         parameter.detach = detach
-
-    def _with_its_own_whole(self, original):
-        def call(module, *args, **kwargs):
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.whole(parameter)
-            parameter = None  # noqa: F841: who is referred to from here is at work
-            return original(module, *args, **kwargs)
-
-        return call
+        parameter.copy_ = copy_
 
     def end(self, why=None):
         """All are whole, and none moves any more."""
@@ -166,7 +170,7 @@ class Weights:
                 self.whole(parameter)
         for name, original in self._originals.items():
             setattr(torch.nn.Module, name, original)
-        del torch.nn.Parameter.data, torch.nn.Parameter.detach
+        del torch.nn.Parameter.data, torch.nn.Parameter.detach, torch.nn.Parameter.copy_
         self.active = False
         self._known.clear()
         self._by_storage.clear()

@@ -1,0 +1,78 @@
+"""Modules that are converted, loaded and copied while their weights may be away."""
+
+import unittest
+
+import torch
+from torch import nn
+
+from stack import LAYER, WIDTH, budget
+
+
+class Block(nn.Module):
+    """A parameter of its own beside a child's, as nn.MultiheadAttention has."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+class Wide(nn.Module):
+    """More parameters of its own than the budget has room for."""
+
+    def __init__(self):
+        super().__init__()
+        for index in range(12):
+            self.register_parameter(f"w{index}", nn.Parameter(torch.randn(WIDTH, WIDTH)))
+
+
+def some_of(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(3)))
+
+
+def whole(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Modules(unittest.TestCase):
+    KINDS = (Block, Wide, lambda: nn.MultiheadAttention(WIDTH, 4))
+
+    def assert_same(self, got, expected):
+        wrong = [name for name, value in expected.items() if not torch.equal(got[name], value)]
+        self.assertEqual(wrong, [])
+
+    def test_each_weight_is_whole_when_it_is_converted(self):
+        for kind in self.KINDS:
+            for change in (nn.Module.double, lambda m: m.to(torch.bfloat16)):
+                expected = whole(change(some_of(kind)))
+                for tier in ("ddr", None) if kind is Block else ("ddr",):
+                    with budget(4 * LAYER, tier=tier) as plugin:
+                        self.assert_same(whole(change(some_of(kind))), expected)
+                        self.assertGreater(plugin.figures()["weight_bytes"], 0)
+
+    def test_each_weight_is_whole_when_it_is_loaded(self):
+        for kind in self.KINDS:
+            with torch.no_grad():
+                source = {name: value * 3 for name, value in whole(some_of(kind)).items()}
+            with budget(4 * LAYER) as plugin:
+                model = some_of(kind)
+                model.load_state_dict(source)
+                # A module's own are in a list while it is loaded, and stay: 12 at most.
+                self.assertLessEqual(plugin.figures()["hbm_peak_bytes"], 18 * LAYER)
+                self.assert_same(whole(model), source)
+            del model
+
+    def test_parameters_copied_one_into_the_other_are_whole(self):
+        with budget(4 * LAYER):
+            model, other = some_of(Wide), some_of(Wide)
+            expected = whole(other)
+            with torch.no_grad():
+                for parameter, source in zip(model.parameters(), other.parameters()):
+                    parameter.copy_(source)
+            self.assert_same(whole(model), expected)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    unittest.main()
