@@ -6,6 +6,7 @@ room for, where one is known. A tensor that is away is empty; state_dict(), pick
 """
 
 import functools
+import sys
 import weakref
 
 import torch
@@ -17,6 +18,13 @@ from .travellers import ALL
 
 RUNS = 8  # of an update that has room: what is done begins to leave while the rest is at work
 SMALLEST_RUN = 64 << 20  # bytes of state
+
+
+def _holders(state, parameter):
+    return sys.getrefcount(state[parameter])
+
+
+_OPTIMIZER_ALONE = _holders({0: {}}, 0)
 
 
 class OptimizerStates:
@@ -218,8 +226,13 @@ class OptimizerStates:
             return
         chosen = None if parameters is None else {id(p) for p in parameters}
         travelling = {one.key for ledger in self._open() for one in ledger.states.leaving + ledger.states.back}
-        for parameter, values in optimizer.state.items():
-            if not isinstance(values, dict) or (chosen is not None and id(parameter) not in chosen):
+        for parameter in list(optimizer.state):
+            if chosen is not None and id(parameter) not in chosen:
+                continue
+            if _holders(optimizer.state, parameter) > _OPTIMIZER_ALONE:
+                continue  # a state_dict() that somebody keeps has the very same: it shows the state whenever it is read
+            values = optimizer.state[parameter]
+            if not isinstance(values, dict):
                 continue
             for value in values.values():
                 if self._left < self._to_leave and self._may_move(value, parameter) and id(value) not in travelling:

@@ -9,9 +9,10 @@ import collections
 import torch
 
 from .library import FOR_OPTIMIZER, FOR_WEIGHTS, TerraceError
-from .torch_versions import set_data, storage_of, view_of
+from .torch_versions import forget, revive, set_data, storage_of, view_of
 
 ALL = 1 << 62  # bytes
+MOST_SKIPPED = 1024  # times that one whose memory others show is not sent, before it is tried once more
 
 
 def stand_in(tensor, purpose):
@@ -57,6 +58,7 @@ class Travellers:
         self.here = {}  # by key: whole, and a copy that is still good
         self.holding = 0  # above zero, nothing begins to leave
         self.absent = {}  # by key: those away or back, whose tensors show something else
+        self._shown = {}  # by key: (who, sends to skip, sends skipped in all), of those whose memory others show
 
     @property
     def arriving(self):
@@ -72,7 +74,7 @@ class Travellers:
     def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False):
         """It begins to leave. False: it stays."""
         ledger = self._ledger
-        if self.holding or ledger.lease.switched_off:
+        if self.holding or ledger.lease.switched_off or self._is_shown_elsewhere(tensor):
             return False
         known = self.here.pop(id(tensor), None)
         one = known or Traveller(tensor, reference, ledger.stream(), purpose, keeps)
@@ -80,8 +82,7 @@ class Travellers:
             if known is not None:
                 if known.tensor() is tensor and known.version == tensor._version:
                     ledger.stash.depart(ledger.stream(), known.copy)  # done long ago, as a rule
-                    self._hide(known, tensor)
-                    return True
+                    return self._hide(known, tensor)
                 self._end(known)
                 one = Traveller(tensor, reference, ledger.stream(), purpose, keeps)
             ledger.tie(tensor, None, one.stream)
@@ -116,19 +117,44 @@ class Travellers:
             if tensor is not None and tensor._version != one.version:
                 self._end(one)  # changed behind our back: it stays, and the copy is of no use
                 continue
-            wanted -= one.nbytes
             if tensor is None:
                 self._end(one)
-            else:
-                self._hide(one, tensor)
+            elif not self._hide(one, tensor):
+                continue
+            wanted -= one.nbytes
 
     def _hide(self, one, tensor):
+        """False: others hold its storage, which would live on and be another's than the one that comes back. So it stays, and
+        its copy goes: they may write it where no version of the tensor shows it."""
+        weak = storage_of(tensor)._weak_ref()
         with torch.inference_mode(False):  # what is made there cannot be saved for backward
             set_data(tensor, stand_in(tensor, one.purpose))
+            one.storage = None
+            held = revive(weak)
+            if held is not None:
+                set_data(tensor, view_of(held, tensor, one.geometry))
+        forget(weak)
+        if held is not None:
+            self._end(one)
+            _, _, skipped = self._shown.get(one.key, (None, 0, 0))
+            self._shown[one.key] = (one.tensor, min(2 * skipped + 1, MOST_SKIPPED), min(2 * skipped + 1, MOST_SKIPPED))
+            return False
+        self._shown.pop(one.key, None)
         tensor._terrace_bytes = one.nbytes
-        one.storage = None
         self.away.append(one)
         self.absent[one.key] = one
+        return True
+
+    def _is_shown_elsewhere(self, tensor):
+        """It was, the last time. PyTorch 1.13 does not tell how many hold a storage before it is let go, so it is tried again,
+        ever more seldom."""
+        whose, to_skip, skipped = self._shown.get(id(tensor), (None, 0, 0))
+        if whose is not None and whose() is not tensor:
+            del self._shown[id(tensor)]
+        elif to_skip > 0:
+            self._shown[id(tensor)] = (whose, to_skip - 1, skipped)
+            return True
+        return False
 
     def _end(self, one):
         """The stash forgets it; whoever uses its storage comes behind the copies."""
@@ -151,6 +177,7 @@ class Travellers:
             setattr(self, name, staying)
         for key in [key for key, one in self.here.items() if one.tensor() is None]:
             self._end(self.here.pop(key))
+        self._shown = {key: known for key, known in self._shown.items() if known[0]() is not None}
 
     # ------------------------------------------------------------ coming back
 
@@ -220,12 +247,13 @@ class Travellers:
         for one in [one for one in self.leaving if one.key in wanted]:
             self.leaving.remove(one)
             self.held -= one.nbytes
-            # Its bytes are here. Who only reads them leaves the copy good; who writes them comes behind it.
+            # Its bytes are here. Nobody knows yet whether others show them, and write them: the copy goes.
             one.stream = stream
-            self._stay(one, keep)
+            self._end(one)
 
     def _stay(self, one, keep):
         if keep and one.keeps:
+            one.storage = None  # whose it is alone, as long as the copy is good
             self.here[one.key] = one
         else:
             self._end(one)

@@ -311,10 +311,11 @@ class Weights:
             del self._known[key], self._used[key]
             return
         address = storage_of(parameter)._cdata
-        if ledger.states.send(parameter, weight, FOR_WEIGHTS, keeps=True):
-            self._by_storage.pop(address, None)
+        sent = ledger.states.send(parameter, weight, FOR_WEIGHTS, keeps=True)
         del parameter
         ledger.states.release(ALL)
+        if sent and ledger.states.moves(key):
+            self._by_storage.pop(address, None)
 
     # ------------------------------------------------------------ backward
 
