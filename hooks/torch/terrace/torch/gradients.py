@@ -124,6 +124,8 @@ class Gradients:
                 if key in ledger.states.absent:
                     self.make_room(ledger, ledger.states.absent[key].nbytes, frozenset())
                 ledger.states.bring({key}, keep=False)
+            else:
+                ledger.states.meet((key,))
             ledger.states.written(key)
 
     def drop_absent(self, parameters):

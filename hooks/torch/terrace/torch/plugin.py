@@ -217,6 +217,7 @@ class Plugin:
         for ledger in self._ledgers.values():
             if not ledger.closed:
                 ledger.finish()
+                ledger.states.forget_arrivals()  # marks of before may not be waited for while work is recorded
 
     # ------------------------------------------------------------ gradients and weights
 

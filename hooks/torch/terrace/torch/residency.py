@@ -24,8 +24,8 @@ RECENT = 4  # storages read last: their operators may be at work
 class Entry:
     """A saved storage. It lives as long as somebody holds a view that autograd was given."""
 
-    __slots__ = ("__weakref__", "arriving", "copy", "known", "ledger", "nbytes", "number", "shown", "storage", "stream",
-                 "stuck", "version", "views", "weak")
+    __slots__ = ("__weakref__", "copy", "known", "ledger", "nbytes", "number", "shown", "storage", "stream", "stuck",
+                 "version", "views", "waited", "weak")
 
     def __init__(self, ledger, storage, version, counter, stream):
         self.ledger = ledger
@@ -37,7 +37,7 @@ class Entry:
         self.known = (storage._cdata, counter)  # under which the ledger finds this entry
         self.shown = None  # the same for the storage that it came back in
         self.copy = 0  # in the stash
-        self.arriving = False
+        self.waited = None  # the streams that have, where it has come back from its copy
         self.stuck = False  # could not leave: stays
         self.number = -1
         self.views = []  # (alias that backward is given, geometry)
@@ -130,7 +130,19 @@ class Ledger:
     def tie(self, alias, owner, user):
         """`user` works on memory that is let go in order of `owner`."""
         if owner != user:
-            self._streams.tie(alias, self.device)
+            self._streams.tie(alias, self.device, user)
+
+    def mark(self):
+        return self._streams.mark(self.device)
+
+    def wait_for(self, mark):
+        """This thread's stream goes on behind the mark."""
+        self._streams.wait_for(self.device, mark)
+
+    def follow(self, streams):
+        """This thread's stream goes on behind what these have been given."""
+        for stream in streams - {self.stream()}:
+            self._streams.follow(self.device, stream)
 
     # ------------------------------------------------------------ entries
 
@@ -263,9 +275,7 @@ class Ledger:
             if entry.stuck:
                 return False
         try:
-            if entry.arriving:
-                self.stash.wait_for(entry.stream, entry.copy)
-                entry.arriving = False
+            self._await(entry, entry.stream)
             self.stash.depart(entry.stream, entry.copy)
         except TerraceError:
             self.failures["spill_failed"] += 1
@@ -278,7 +288,7 @@ class Ledger:
             self._by_storage.pop(entry.known, None)
             forget(entry.weak)
             entry.weak, entry.known, entry.shown = entry.storage._weak_ref(), entry.shown, None
-        entry.storage = None
+        entry.storage = entry.waited = None
         self.held -= entry.nbytes
         self._ahead = min(self._ahead, self.schedule.place(entry.number))
         return True
@@ -387,9 +397,15 @@ class Ledger:
             return
         storage = self.new_storage(entry.nbytes)
         self.stash.restore(stream, entry.copy, storage.data_ptr())
-        entry.arriving = True
+        entry.waited = set()
         entry.stream = stream
         self._fill(entry, storage)
+
+    def _await(self, entry, stream):
+        """Where it has come back, its bytes are there in order of this stream. Each that reads them waits, and once."""
+        if entry.waited is not None and stream not in entry.waited:
+            self.stash.wait_for(stream, entry.copy)
+            entry.waited.add(stream)
 
     def new_storage(self, nbytes):
         self.budget.made(nbytes)
@@ -404,7 +420,7 @@ class Ledger:
     def use(self, entry, stream):
         """Backward reads the entry: its bytes are there in order of the stream."""
         if self.closed:
-            if entry.storage is None or entry.arriving:
+            if entry.storage is None or (entry.waited is not None and not entry.waited):
                 raise RuntimeError("terrace: this tensor was saved, and went to DDR, in the parent of a forked process; "
                                    "run forward and backward in one process")
             return
@@ -416,9 +432,7 @@ class Ledger:
         if entry.storage is None:
             self._leave_until(max(0, self.limit() - entry.nbytes))
             self._bring(entry, stream)
-        if entry.arriving:
-            self.stash.wait_for(stream, entry.copy)
-            entry.arriving = stream != entry.stream  # that one has not waited
+        self._await(entry, stream)
         if not first and entry.copy:
             # Read again and again: its copy is as good, so it may be the first to leave.
             heapq.heappush(self._heap, (-(1 << 61), entry.number))
@@ -470,9 +484,8 @@ class Ledger:
                     continue
                 if entry.storage is None:
                     self._bring(entry, stream)
-                if entry.arriving:
-                    self.stash.wait_for(stream, entry.copy)
-                    entry.arriving = False
+                self._await(entry, stream)
+                entry.waited = None  # all copies have ended when the stash has closed
                 if entry.copy:
                     self.stash.drop(stream, entry.copy)
                     entry.copy = 0

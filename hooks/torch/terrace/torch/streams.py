@@ -4,14 +4,34 @@ import torch
 
 
 class CudaStreams:
-    @staticmethod
-    def current(device):
-        return torch.cuda.current_stream(device).cuda_stream
+    _seen = {}  # by device and raw stream
+
+    @classmethod
+    def current(cls, device):
+        stream = torch.cuda.current_stream(device)
+        raw = stream.cuda_stream
+        cls._seen[(device, raw)] = stream
+        return raw
+
+    @classmethod
+    def tie(cls, alias, device, stream):
+        """The stream uses this memory: PyTorch's allocator waits for it before the memory serves others. Nothing where the
+        memory is the stream's own."""
+        alias.record_stream(cls._seen[(device, stream)])
 
     @staticmethod
-    def tie(alias, device):
-        """The current stream uses this memory: PyTorch's allocator waits for it before the memory serves others."""
-        alias.record_stream(torch.cuda.current_stream(device))
+    def mark(device):
+        """All that the current stream has been given until now."""
+        return torch.cuda.current_stream(device).record_event()
+
+    @staticmethod
+    def wait_for(device, mark):
+        torch.cuda.current_stream(device).wait_event(mark)
+
+    @classmethod
+    def follow(cls, device, first):
+        """The current stream waits for all that `first` has been given until now."""
+        torch.cuda.current_stream(device).wait_stream(cls._seen[(device, first)])
 
     @staticmethod
     def is_capturing():
@@ -33,7 +53,20 @@ class HostStreams:
         return None
 
     @staticmethod
-    def tie(alias, device):
+    def tie(alias, device, stream):
+        pass
+
+    @staticmethod
+    def mark(device):
+        """None: what the host has asked for is done."""
+        return None
+
+    @staticmethod
+    def wait_for(device, mark):
+        pass
+
+    @staticmethod
+    def follow(device, first):
         pass
 
     @staticmethod

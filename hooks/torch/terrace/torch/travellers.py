@@ -45,6 +45,17 @@ class Traveller:
         self.copy = 0
 
 
+class Arrival:
+    """Of a tensor that came back. Whoever reads it on another stream goes on behind the mark, and the memory is new there."""
+
+    __slots__ = ("mark", "streams", "tensor")
+
+    def __init__(self, tensor, mark, stream):
+        self.tensor = tensor
+        self.mark = mark
+        self.streams = {stream}
+
+
 class Travellers:
     """Those of one device, in four places."""
 
@@ -58,6 +69,7 @@ class Travellers:
         self.here = {}  # by key: whole, and a copy that is still good
         self.holding = 0  # above zero, nothing begins to leave
         self.absent = {}  # by key: those away or back, whose tensors show something else
+        self._arrivals = {}  # by key, until they leave again
         self._shown = {}  # by key: (who, sends to skip, sends skipped in all), of those whose memory others show
 
     @property
@@ -140,6 +152,7 @@ class Travellers:
             self._shown[one.key] = (one.tensor, min(2 * skipped + 1, MOST_SKIPPED), min(2 * skipped + 1, MOST_SKIPPED))
             return False
         self._shown.pop(one.key, None)
+        self._arrivals.pop(one.key, None)
         tensor._terrace_bytes = one.nbytes
         self.away.append(one)
         self.absent[one.key] = one
@@ -178,6 +191,7 @@ class Travellers:
         for key in [key for key, one in self.here.items() if one.tensor() is None]:
             self._end(self.here.pop(key))
         self._shown = {key: known for key, known in self._shown.items() if known[0]() is not None}
+        self._arrivals = {key: arrival for key, arrival in self._arrivals.items() if arrival.tensor() is not None}
 
     # ------------------------------------------------------------ coming back
 
@@ -219,6 +233,7 @@ class Travellers:
         self.bring({one.key for one in self.away + self.back + self.leaving if one.purpose in purposes}, keep=False)
         for key in [key for key, one in self.here.items() if one.purpose in purposes]:
             self.written(key)
+        self.meet(list(self._arrivals))
 
     def bring(self, wanted, keep):
         self.start(wanted)
@@ -229,6 +244,8 @@ class Travellers:
         asks does not write them, or says so by their version: the copy may be of use once more."""
         ledger = self._ledger
         stream = ledger.stream()
+        self.meet(wanted)
+        arrived = []
         for one in [one for one in self.back if one.key in wanted]:
             ledger.stash.wait_for(stream, one.copy)
             self.back.remove(one)
@@ -243,13 +260,34 @@ class Travellers:
             self.absent.pop(one.key, None)
             ledger.tie(tensor, one.stream, stream)
             one.stream = stream
+            arrived.append(one)
             self._stay(one, keep)
+        mark = ledger.mark() if arrived else None
+        if mark is not None:
+            self._arrivals.update((one.key, Arrival(one.tensor, mark, stream)) for one in arrived)
         for one in [one for one in self.leaving if one.key in wanted]:
             self.leaving.remove(one)
             self.held -= one.nbytes
             # Its bytes are here. Nobody knows yet whether others show them, and write them: the copy goes.
             one.stream = stream
             self._end(one)
+
+    def meet(self, keys):
+        """Those of these that are whole are so in order of the current stream too, wherever they came back."""
+        if not self._arrivals:
+            return
+        stream = self._ledger.stream()
+        for key in keys:
+            arrival = self._arrivals.get(key)
+            tensor = arrival.tensor() if arrival is not None and stream not in arrival.streams else None
+            if tensor is not None:
+                arrival.streams.add(stream)
+                self._ledger.wait_for(arrival.mark)
+                self._ledger.tie(tensor, None, stream)
+
+    def forget_arrivals(self):
+        """The host has waited for all of them."""
+        self._arrivals.clear()
 
     def _stay(self, one, keep):
         if keep and one.keeps:

@@ -244,8 +244,10 @@ class Weights:
                 if absent is not None and absent in ledger.states.away:
                     self._make_room_for(ledger, absent.nbytes, key)
                 ledger.states.bring({key}, keep)
-            elif weight.stream not in (None, stream):
-                ledger.tie(parameter, weight.stream, stream)
+            else:
+                ledger.states.meet((key,))
+                if weight.stream not in (None, stream):
+                    ledger.tie(parameter, weight.stream, stream)
             if not keep:
                 ledger.states.written(key)
             weight.stream = stream
