@@ -125,6 +125,17 @@ class SavedTensors(Test):
                     elif what == "read":
                         self.assertIn(stream, waited, said)
 
+    def test_memory_is_tied_to_the_stream_that_saved_it(self):
+        with models.plugin(saved_budget=0):
+            x = torch.ones(WIDTH, WIDTH, requires_grad=True)
+            y = x * 3  # allocated on 1
+            self.streams.take()
+            with self.streams.on(2):
+                y.sin()
+            said = [(what, stream) for what, stream, _ in self.streams.take()]
+            self.assertLess(said.index(("tie", 2)), said.index(("depart", 2)))
+
+
 class On(torch.autograd.Function):
     """Whose backward goes on on another stream, as PyTorch's own does."""
 
@@ -140,6 +151,20 @@ class On(torch.autograd.Function):
 
 
 class Gradients(Test):
+    def test_each_leaves_behind_the_stream_that_made_it(self):
+        with models.plugin(saved_budget=1 << 30, optimizer="ddr", gradients="ddr"):
+            model = nn.Module()
+            model.first, model.second = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
+            for _ in range(2):
+                self.streams.now = 1
+                self.streams.take()
+                second, first = On.apply(model.second, 2), On.apply(model.first, 3)
+                (second.pow(2).sum() + first.pow(2).sum()).backward()
+                said = self.streams.take()
+            spilled = [stream for what, stream, _ in said if what == "spill"]
+            self.assertEqual(spilled, [2, 3], said)
+            self.assertTrue({("tie", 2, None), ("tie", 3, None)} <= set(said))
+
     def test_whoever_reads_one_that_came_back_elsewhere_waits(self):
         with models.plugin(saved_budget=1 << 40, optimizer="ddr", gradients="ddr") as plugin:
             model = layers()
@@ -199,6 +224,34 @@ class Weights(Test):
             self.assertEqual([item for item in said if item[0] == "wait"], [("wait", 2, 1)], said)
             self.assertIn(("tie", 2, None), said)
             self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_one_leaves_behind_all_streams_that_used_it(self):
+        with budget(6 * LAYER):
+            model = layers(range(LAYERS))
+            with self.streams.on(2):
+                model(BATCH)
+            self.streams.take()
+            model(BATCH)
+            said = self.streams.take()
+            left = next(index for index, item in enumerate(said) if item[0] in ("spill", "depart") and item[1] == 1)
+            self.assertIn(("follow", 1, 2), said[:left])
+
+    def test_one_leaves_behind_the_stream_of_the_update(self):
+        with budget(6 * LAYER):
+            model = layers(range(4))
+            optimizer = adamw(model)
+            for _ in range(2):
+                model(BATCH).pow(2).mean().backward()
+                with self.streams.on(3):
+                    optimizer.step()
+                self.streams.take()
+            with torch.no_grad():
+                model(BATCH)
+                model(BATCH)
+            said = self.streams.take()
+            left = next(index for index, item in enumerate(said) if item[0] in ("spill", "depart"))
+            self.assertIn(("follow", 1, 3), said[:left])
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -55,7 +55,7 @@ class Gradients:
         self.make_room = lambda ledger, nbytes, keys: None  # weights may leave
         self._captured = Marked()
         self._hooked = {}  # by id: (weak parameter, handle)
-        self._accumulated = threading.local()  # weak, on this thread: may leave
+        self._accumulated = threading.local()  # (weak, stream), on this thread: may leave
         self._nobody_else = _calibrate()
         self._watching = False
 
@@ -148,22 +148,25 @@ class Gradients:
         if ledger is not None and waiting:
             with ledger.lock:
                 coming = max(ledger.reserve, COMING * parameter.numel() * parameter.element_size())
-                self._send(ledger, [p for p in (weak() for weak in waiting) if p is not None and p is not parameter], coming)
-        waiting[:] = [weakref.ref(parameter)]
+                made = [(p, stream) for p, stream in ((weak(), stream) for weak, stream in waiting)
+                        if p is not None and p is not parameter]
+                self._send(ledger, made, coming)
+        waiting[:] = [(weakref.ref(parameter), ledger.stream() if ledger is not None else None)]
 
-    def _send(self, ledger, parameters, coming):
+    def _send(self, ledger, made, coming):
+        """Gradients of (parameter, stream on which it was accumulated)."""
         if not self.always and not ledger.is_short(coming):
             return
         if ledger.states.holding or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return  # who reduces gradients holds them
-        for parameter in parameters:
+        for parameter, stream in made:
             gradient = gradient_of(parameter)
             if gradient is None or parameter.device != ledger.device or _references(parameter) > self._nobody_else + 1:
                 continue
             if parameter in self._captured:
                 continue
             if self._may_move(gradient) and not ledger.states.moves(id(gradient)):
-                ledger.states.send(gradient, GradientOf(parameter, gradient), FOR_GRADIENT, keeps=True)
+                ledger.states.send(gradient, GradientOf(parameter, gradient), FOR_GRADIENT, keeps=True, stream=stream)
         ledger.states.release(ALL, spare=1)
 
     def _may_move(self, gradient):

@@ -269,7 +269,7 @@ class Plugin:
         """Backward is over: what the update does to the allocator is no part of the round."""
         for ledger in self._ledgers.values():
             if not ledger.closed:
-                ledger.settle()
+                ledger.begin_update()
                 self._follow(ledger)
                 if self.states.tier_is_ddr:
                     self.gradients.hook(ledger, Parameters.alive())

@@ -65,6 +65,7 @@ class Ledger:
         self.revived = 0  # bytes that came back without a copy: somebody had kept them
         self.failures = collections.Counter()
         self.closed = False
+        self.updated_on = set()  # streams of updates, which write weights
         self.fixed = {}  # storages that others keep anyway: parameters; weak, by address
         self._look_through_at = 64
         self._entries = {}  # by number, weak
@@ -215,6 +216,12 @@ class Ledger:
             if self._alive == 0:
                 self.rounds += 1 if self.schedule.uses else 0
                 self.schedule.end(self.budget.end_round(self.standing()))
+
+    def begin_update(self):
+        """On this thread's stream."""
+        with self.lock:
+            self.updated_on.add(self.stream())
+        self.settle()
 
     def settle(self):
         """Between the passes: what has gone is counted, and what the daemon asks for is given."""

@@ -132,7 +132,7 @@ class SavedTensors:
                 return Kept(tensor)
             stream = ledger.stream()
             entry = ledger.entry_for(storage, version, counter_of(tensor, storage), stream)
-            ledger.tie(alias, entry.stream, stream)
+            ledger.tie(alias, None, stream)  # on which stream it was allocated nobody says
             ledger.show(entry, alias, geometry)
             ledger.enforce()
         return Moved(entry, alias, version, geometry[0])

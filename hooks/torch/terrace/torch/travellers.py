@@ -5,6 +5,7 @@ under the ledger's lock.
 """
 
 import collections
+import weakref
 
 import torch
 
@@ -51,7 +52,7 @@ class Arrival:
     __slots__ = ("mark", "streams", "tensor")
 
     def __init__(self, tensor, mark, stream):
-        self.tensor = tensor
+        self.tensor = weakref.ref(tensor)
         self.mark = mark
         self.streams = {stream}
 
@@ -83,22 +84,25 @@ class Travellers:
 
     # ------------------------------------------------------------ leaving
 
-    def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False):
-        """It begins to leave. False: it stays."""
+    def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False, stream=None):
+        """It begins to leave, behind this stream, where none is named the current one. False: it stays."""
         ledger = self._ledger
         if self.holding or ledger.lease.switched_off or self._is_shown_elsewhere(tensor):
             return False
+        stream = ledger.stream() if stream is None else stream
         known = self.here.pop(id(tensor), None)
-        one = known or Traveller(tensor, reference, ledger.stream(), purpose, keeps)
+        one = known or Traveller(tensor, reference, stream, purpose, keeps)
         try:
             if known is not None:
                 if known.tensor() is tensor and known.version == tensor._version:
-                    ledger.stash.depart(ledger.stream(), known.copy)  # done long ago, as a rule
+                    known.stream = stream
+                    ledger.tie(tensor, None, stream)
+                    ledger.stash.depart(stream, known.copy)  # done long ago, as a rule
                     return self._hide(known, tensor)
                 self._end(known)
-                one = Traveller(tensor, reference, ledger.stream(), purpose, keeps)
-            ledger.tie(tensor, None, one.stream)
-            one.copy = ledger.stash.spill(one.stream, one.storage.data_ptr(), one.nbytes, purpose)
+                one = Traveller(tensor, reference, stream, purpose, keeps)
+            ledger.tie(tensor, None, stream)
+            one.copy = ledger.stash.spill(stream, one.storage.data_ptr(), one.nbytes, purpose)
         except TerraceError as error:
             ledger.failures["ddr_full" if error.ddr_is_full else "spill_failed"] += 1
             return False
@@ -149,7 +153,7 @@ class Travellers:
         if held is not None:
             self._end(one)
             _, _, skipped = self._shown.get(one.key, (None, 0, 0))
-            self._shown[one.key] = (one.tensor, min(2 * skipped + 1, MOST_SKIPPED), min(2 * skipped + 1, MOST_SKIPPED))
+            self._shown[one.key] = (weakref.ref(tensor), min(2 * skipped + 1, MOST_SKIPPED), min(2 * skipped + 1, MOST_SKIPPED))
             return False
         self._shown.pop(one.key, None)
         self._arrivals.pop(one.key, None)
@@ -260,11 +264,11 @@ class Travellers:
             self.absent.pop(one.key, None)
             ledger.tie(tensor, one.stream, stream)
             one.stream = stream
-            arrived.append(one)
+            arrived.append(tensor)
             self._stay(one, keep)
         mark = ledger.mark() if arrived else None
         if mark is not None:
-            self._arrivals.update((one.key, Arrival(one.tensor, mark, stream)) for one in arrived)
+            self._arrivals.update((id(tensor), Arrival(tensor, mark, stream)) for tensor in arrived)
         for one in [one for one in self.leaving if one.key in wanted]:
             self.leaving.remove(one)
             self.held -= one.nbytes

@@ -23,13 +23,13 @@ RECENT = 4  # uses behind, whose operators may be at work
 class Weight:
     """A parameter that may move. Gives it, or None once it is gone."""
 
-    __slots__ = ("__weakref__", "_weak", "before", "rest", "saved", "stream", "turn")
+    __slots__ = ("__weakref__", "_weak", "before", "rest", "saved", "streams", "turn")
 
     def __init__(self, parameter):
         self._weak = weakref.ref(parameter)
         self.rest = None  # references to it while nobody is at work
         self.saved = []  # one item for each time that autograd has it: counted without a lock on any thread
-        self.stream = None  # that used it last
+        self.streams = set()  # that have used it where it is
         self.turn = 0  # how often a program gave it other memory while it was saved
         self.before = {}  # what it showed then, by turn
 
@@ -142,6 +142,8 @@ class Weights:
             if weight is not None and weight.saved:
                 weight.before[weight.turn] = data_of(p)  # what backward is to read
                 weight.turn += 1
+            if weight is not None:
+                weight.streams.clear()
             set_data(p, data)
 
         def detach(p):
@@ -246,11 +248,11 @@ class Weights:
                 ledger.states.bring({key}, keep)
             else:
                 ledger.states.meet((key,))
-                if weight.stream not in (None, stream):
-                    ledger.tie(parameter, weight.stream, stream)
+            if stream not in weight.streams:
+                ledger.tie(parameter, None, stream)
+                weight.streams.add(stream)
             if not keep:
                 ledger.states.written(key)
-            weight.stream = stream
             self._by_storage[storage_of(torch.Tensor.detach(parameter))._cdata] = key
             self._used[key] = None
             self._used.move_to_end(key)
@@ -313,11 +315,13 @@ class Weights:
             del self._known[key], self._used[key]
             return
         address = storage_of(parameter)._cdata
+        ledger.follow(weight.streams | ledger.updated_on)
         sent = ledger.states.send(parameter, weight, FOR_WEIGHTS, keeps=True)
         del parameter
         ledger.states.release(ALL)
         if sent and ledger.states.moves(key):
             self._by_storage.pop(address, None)
+            weight.streams.clear()
 
     # ------------------------------------------------------------ backward
 
