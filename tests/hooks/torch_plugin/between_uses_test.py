@@ -393,6 +393,31 @@ class Weights(unittest.TestCase):
 
         self.check(run, 100)
 
+    def test_one_in_use_stays_when_a_module_is_made_meanwhile(self):
+        class Making(nn.Module):
+            def __init__(self, spare):
+                super().__init__()
+                self.inner = layers()
+                self.spare = spare
+
+            def forward(self, x):
+                early = self.inner[0].weight  # held while all the others come and go
+                self.made = [nn.Linear(WIDTH, WIDTH) for _ in range(self.spare)]
+                if self.spare > 1:
+                    return x @ early + self.inner(x)
+                return self.inner(x) + x @ early
+
+        # Where they move already, and where it is that module for which there is no room.
+        for spare, share, steps in ((1, 75, 3), (1, 110, 3), (8, 150, 1)):
+            def run():
+                model = Making(spare)
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+                with torch.no_grad():
+                    seen = [model(BATCH)]
+                return seen + train(model, optimizer, steps) + [model(BATCH).detach()]
+
+            self.check(run, share)
+
     def test_memory_given_to_a_parameter_between_the_passes(self):
         def run():
             model = layers()

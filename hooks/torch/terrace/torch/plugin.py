@@ -232,17 +232,14 @@ class Plugin:
         """A model is being built: on the device, it may be too large already."""
         if (parameter.device.type == ("cuda" if self._kind == "cuda" else "cpu") and not self._off
                 and parameter.numel() * parameter.element_size() >= self._settings.smallest):
-            self._make_room_at_rest(parameter.device, id(parameter))
+            ledger = self._tiers(parameter.device)
+            if ledger is not None:
+                self.weights.building(ledger, Parameters.all, parameter)
 
     def _on_apply(self, module):
         for parameter in module._parameters.values():
             if parameter is not None:
                 self._on_register(parameter)
-
-    def _make_room_at_rest(self, device, building):
-        ledger = self._tiers(device)
-        if ledger is not None:
-            self.weights.at_rest(ledger, Parameters.all, building=building)
 
     def _make_room_in_update(self, nbytes, keys):
         for ledger in self._ledgers.values():
@@ -273,7 +270,7 @@ class Plugin:
                 self._follow(ledger)
                 if self.states.tier_is_ddr:
                     self.gradients.hook(ledger, Parameters.alive())
-                    self.weights.at_rest(ledger, Parameters.all, make_room=False)
+                    self.weights.at_rest(ledger, Parameters.all)
 
     def _note_step(self):
         now = time.monotonic()

@@ -20,6 +20,19 @@ LOOK = 16  # uses ahead
 RECENT = 4  # uses behind, whose operators may be at work
 
 
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def _a_module_is_at_work():
+    """On this thread: whoever holds a weight may be about to use it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Weight:
     """A parameter that may move. Gives it, or None once it is gone."""
 
@@ -88,22 +101,34 @@ class Weights:
 
     # ------------------------------------------------------------ life
 
-    def at_rest(self, ledger, weak_parameters, make_room=True, building=None):
-        """Nobody computes: between two steps, or while a model is built. Begins where room is short. `building`: the
-        parameter that is being given to a module."""
-        if self.stay or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
+    def at_rest(self, ledger, weak_parameters):
+        """Nobody computes: it is between two steps. Begins where room is short."""
         with ledger.lock:
-            if not self.active:
-                if not ledger.is_short():
-                    return
-                self._begin()
-            self._note(ledger, weak_parameters)
-            for key, weight in self._known.items():
-                if key != building and weight() is not None:
-                    weight.note_rest()
-            if make_room:
-                self._make_room_for(ledger, 0, building)
+            if self._has_begun(ledger):
+                self._note(ledger, weak_parameters)
+                for weight in self._known.values():
+                    if weight() is not None:
+                        weight.note_rest()
+
+    def building(self, ledger, weak_parameters, parameter):
+        """A module is being given this parameter, perhaps in the middle of another one's forward: only of those that were
+        not known is said who holds them at rest, and of none while a module is at work."""
+        with ledger.lock:
+            at_work = _a_module_is_at_work()
+            if self.active if at_work else self._has_begun(ledger):
+                if not at_work:
+                    self._note(ledger, weak_parameters)
+                    for key, weight in self._known.items():
+                        if weight.rest is None and key != id(parameter) and weight() is not None:
+                            weight.note_rest()
+                self._make_room_for(ledger, 0, id(parameter))
+
+    def _has_begun(self, ledger):
+        if self.stay or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        if not self.active and ledger.is_short():
+            self._begin()
+        return self.active
 
     def next_step(self):
         if self._order:
