@@ -14,7 +14,7 @@ import models
 from stack import BATCH, LAYER, LAYERS, WEIGHTS, WIDTH, adamw, away, budget, layers, ledger, train, whole_weights
 from terrace.torch.parameters import Parameters
 from terrace.torch.streams import HostStreams
-from terrace.torch.torch_versions import data_of, gradient_of, storage_of
+from terrace.torch.torch_versions import data_of, expired, gradient_of, storage_of
 from terrace.torch.travellers import ALL
 
 
@@ -429,6 +429,31 @@ class Weights(unittest.TestCase):
             return seen + [p.grad for p in model.parameters()] + whole_weights(model)
 
         self.check(run, 100)
+
+    def test_memory_that_a_parameter_had_goes_with_the_graph_that_saved_it(self):
+        with budget(WEIGHTS):
+            model = layers()
+            loss = model(BATCH).sum()
+            weight = model[3].weight
+            was = storage_of(data_of(weight))._weak_ref()
+            weight.data = weight.data * 2
+            self.assertFalse(expired(was), "backward is to read it")
+            del loss, weight
+            self.assertTrue(expired(was))
+            self.assertTrue(torch.equal(model[3].weight.detach(), 2 * layers()[3].weight.detach()))
+
+    def test_a_graph_of_before_the_end_reads_what_it_saved(self):
+        def run(end):
+            model = layers()
+            loss = model(BATCH).pow(2).sum()
+            end()
+            model[3].weight.data = model[3].weight.data * 2
+            loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        plain = run(lambda: None)
+        with budget(WEIGHTS) as plugin:
+            self.assertTrue(models.same(run(plugin.weights.end), plain))
 
     def test_memory_that_was_a_weights_is_nobodys(self):
         with budget(WEIGHTS) as plugin:

@@ -33,24 +33,37 @@ def _a_module_is_at_work():
     return False
 
 
+class Shown:
+    """The memory of a weight, until a program gives it other memory. Lives as long as the weight has it, or backward reads it."""
+
+    __slots__ = ("data",)
+
+    def __init__(self):
+        self.data = None  # the weight's own
+
+
 class Weight:
     """A parameter that may move. Gives it, or None once it is gone."""
 
-    __slots__ = ("__weakref__", "_weak", "before", "rest", "saved", "streams", "turn")
+    __slots__ = ("__weakref__", "_weak", "rest", "saved", "shown", "streams")
 
     def __init__(self, parameter):
         self._weak = weakref.ref(parameter)
         self.rest = None  # references to it while nobody is at work
         self.saved = []  # one item for each time that autograd has it: counted without a lock on any thread
         self.streams = set()  # that have used it where it is
-        self.turn = 0  # how often a program gave it other memory while it was saved
-        self.before = {}  # what it showed then, by turn
+        self.shown = Shown()
 
     def __call__(self):
         return self._weak()
 
     def references(self):
         return sys.getrefcount(self._weak())
+
+    def part(self, data):
+        """What autograd has of it stays as it is in `data`, whatever becomes of the weight."""
+        self.shown.data = data
+        self.shown = Shown()
 
     def note_rest(self):
         self.rest = self.references() - len(self.saved)
@@ -63,13 +76,13 @@ class Weight:
 class SavedWeight:
     """What autograd has of a weight: its geometry. The parameter lives as long."""
 
-    __slots__ = ("_parameter", "geometry", "like", "turn", "version", "weight")
+    __slots__ = ("_parameter", "geometry", "like", "shown", "version", "weight")
 
     def __init__(self, weight, tensor):
         self.weight = weight
         self._parameter = weight()
         weight.saved.append(None)
-        self.turn = weight.turn
+        self.shown = weight.shown
         self.like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.version = self._parameter._version  # a tensor that backward was given has a counter of its own
@@ -164,10 +177,8 @@ class Weights:
         def write(p, data):
             self.whole(p)
             weight = self._weight(p)
-            if weight is not None and weight.saved:
-                weight.before[weight.turn] = data_of(p)  # what backward is to read
-                weight.turn += 1
             if weight is not None:
+                weight.part(data_of(p))
                 weight.streams.clear()
             set_data(p, data)
 
@@ -195,6 +206,7 @@ class Weights:
             parameter = weight()
             if parameter is not None:
                 self.whole(parameter)
+                weight.part(data_of(parameter))
         for name, original in self._originals.items():
             setattr(torch.nn.Module, name, original)
         del torch.nn.Parameter.data, torch.nn.Parameter.detach, torch.nn.Parameter.copy_
@@ -361,8 +373,8 @@ class Weights:
         return SavedWeight(weight, tensor)
 
     def unpack(self, saved):
+        if saved.shown.data is not None:
+            return view_of(storage_of(saved.shown.data), saved.like, saved.geometry)
         parameter = saved.tensor
-        if saved.turn != saved.weight.turn:
-            return view_of(storage_of(saved.weight.before[saved.turn]), saved.like, saved.geometry)
         self.use(parameter)
         return view_of(storage_of(torch.Tensor.detach(parameter)), saved.like, saved.geometry)
