@@ -1,11 +1,14 @@
 """Modules that are converted, loaded and copied while their weights may be away."""
 
 import unittest
+from unittest import mock
 
 import torch
 from torch import nn
 
+import models
 from stack import LAYER, WIDTH, budget
+from terrace.torch.travellers import Travellers
 
 
 class Block(nn.Module):
@@ -62,6 +65,35 @@ class Modules(unittest.TestCase):
                 self.assertLessEqual(plugin.figures()["hbm_peak_bytes"], 18 * LAYER)
                 self.assert_same(whole(model), source)
             del model
+
+    def test_those_made_in_inference_mode_stay(self):
+        def run():
+            with torch.inference_mode():
+                model = some_of(Block)
+                return [module.own @ module.out(torch.ones(1, WIDTH)).t() for module in model]
+
+        plain = run()
+        for tier in ("ddr", None):
+            with budget(2 * LAYER, tier=tier) as plugin:
+                outer = some_of(Block)  # as any other
+                self.assertTrue(models.same(run(), plain))
+                outer[0].out(torch.ones(1, WIDTH)).sum().backward()
+                self.assert_same(whole(outer), whole(some_of(Block)))
+                self.assertEqual(plugin.figures()["failures"], {})
+                self.assertGreater(plugin.figures()["weight_bytes"], 0)
+
+    def test_a_want_of_room_that_cannot_be_helped_is_not_the_programs(self):
+        def fails(*unused, **options):
+            raise RuntimeError("no such thing")
+
+        with budget(2 * LAYER) as plugin:
+            expected = whole(some_of(Block))
+            with mock.patch.object(Travellers, "send", fails):
+                model = some_of(Block)
+                for module in model:
+                    module.out(torch.ones(1, WIDTH)).sum().backward()
+            self.assert_same(whole(model), expected)
+            self.assertGreater(plugin.figures()["failures"]["no_room_made"], 0)
 
     def test_parameters_copied_one_into_the_other_are_whole(self):
         with budget(4 * LAYER):

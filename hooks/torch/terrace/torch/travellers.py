@@ -87,7 +87,7 @@ class Travellers:
     def send(self, tensor, reference, purpose=FOR_OPTIMIZER, keeps=False, stream=None):
         """It begins to leave, behind this stream, where none is named the current one. False: it stays."""
         ledger = self._ledger
-        if self.holding or ledger.lease.switched_off or self._is_shown_elsewhere(tensor):
+        if self.holding or ledger.lease.switched_off or tensor.is_inference() or self._is_shown_elsewhere(tensor):
             return False
         stream = ledger.stream() if stream is None else stream
         known = self.here.pop(id(tensor), None)

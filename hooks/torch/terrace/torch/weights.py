@@ -246,7 +246,7 @@ class Weights:
         nbytes = parameter.numel() * parameter.element_size()
         if (type(parameter) is not torch.nn.Parameter or parameter.device != ledger.device
                 or parameter.layout is not torch.strided or nbytes < self._smallest or parameter.is_quantized
-                or parameter in Parameters.held_elsewhere):
+                or parameter.is_inference() or parameter in Parameters.held_elsewhere):
             return False
         return id(parameter) in ledger.states.absent or storage_of(parameter).nbytes() == nbytes
 
@@ -334,17 +334,20 @@ class Weights:
         """The least recently used leave. False: some room is missing yet, and nobody else may."""
         if ledger.states.holding or self.stay:
             return False
-        recent = self._order[-RECENT:]
-        for key in list(self._used):
-            if not ledger.is_short(nbytes):
-                return True
-            weight = self._known.get(key)
-            if key == sparing or key in coming or key in recent or weight is None or weight() is None or ledger.states.moves(key):
-                continue
-            if weight.is_busy(ours):
-                continue
-            self._send(ledger, key, weight)
-        return not ledger.is_short(nbytes)
+        try:
+            recent = self._order[-RECENT:]
+            for key in list(self._used):
+                if not ledger.is_short(nbytes):
+                    return True
+                weight = self._known.get(key)
+                if key == sparing or key in coming or key in recent or weight is None or weight() is None or ledger.states.moves(key):
+                    continue
+                if not weight.is_busy(ours):
+                    self._send(ledger, key, weight)
+            return not ledger.is_short(nbytes)
+        except RuntimeError:
+            ledger.failures["no_room_made"] += 1  # no fault of the program, which may have room all the same
+            return False
 
     def _send(self, ledger, key, weight):
         parameter = weight()
