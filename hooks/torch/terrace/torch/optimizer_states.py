@@ -90,6 +90,8 @@ class OptimizerStates:
 
         @functools.wraps(original)  # with PyTorch's own marks
         def step(optimizer, *args, **kwargs):
+            if not self._originals:  # somebody kept it across unwatch()
+                return owner.step(optimizer, *args, **kwargs)
             if any(ledger.is_capturing() for ledger in self._open()):
                 self._captured.add(optimizer)  # all was whole when the capture began, and stays where it is
                 return original(optimizer, *args, **kwargs)

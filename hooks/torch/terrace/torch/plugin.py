@@ -258,7 +258,7 @@ class Plugin:
         """What the budgets leave for optimizer state now; None: they say nothing of it."""
         if self._settings.update_room is not None:
             return self._settings.update_room
-        rooms = [ledger.room() for ledger in self._ledgers.values()]
+        rooms = [ledger.room() for ledger in self._ledgers.values() if not ledger.closed]
         known = [room for room in rooms if room is not None]
         return min(known) if known else None
 
