@@ -41,6 +41,113 @@ class End(unittest.TestCase):
             self.assertTrue(models.same(run(plugins), plain), [p.__name__ for p in plugins])
 
 
+class Idle(torch.optim.Optimizer):
+    def step(self):
+        pass
+
+
+class Rounds(unittest.TestCase):
+    """Where something that was saved lives on into the next step."""
+
+    ROWS = 64
+
+    def run_with(self, nbytes, survivor, steps=40):
+        """Losses, and the plugin's ledger behind the last step."""
+
+        def losses():
+            teacher, student = layers(), layers()
+            optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
+            generator = torch.Generator().manual_seed(5)
+            seen = []
+            for _ in range(steps):
+                batch = torch.randn(self.ROWS, 128, generator=generator)
+                if survivor:
+                    target = teacher(batch)  # the one before is let go behind it
+                    loss = (student(batch) - target.detach()).pow(2).mean()
+                else:
+                    loss = student(batch).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                seen.append(loss.detach().clone())
+            return seen, (target if survivor else None)
+
+        plain, _ = losses()
+        with models.plugin(saved_budget=nbytes) as plugin:
+            got, kept = losses()
+            self.assertTrue(models.same(got, plain))
+            self.assertEqual(plugin.figures()["failures"], {})
+            return plugin, ledger(plugin)
+
+    def test_end_with_the_step_and_are_known(self):
+        size = self.ROWS * 128 * 4
+        for nbytes in (1 << 40, 12 * size, 4 * size):
+            plugin, state = self.run_with(nbytes, survivor=True)
+            self.assertGreater(state.rounds, 30)
+            self.assertLess(len(state.schedule.known), 4, "they all go the same way in the end")
+            self.assertLessEqual(len(state.schedule.known[0].sizes), 2 * LAYERS + 2)
+            self.assertLess(state.schedule.changes, 4)
+            self.assertLess(len(state._entries) + len(state._heap) + len(state._uncopied), 10 * LAYERS)
+
+    def test_nothing_is_left_of_those_that_lived_on(self):
+        for nbytes in (1 << 40, 0):
+            with models.plugin(saved_budget=nbytes) as plugin:
+                model = layers()
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+                kept = []
+                for _ in range(12):
+                    loss = model(BATCH).pow(2).mean()
+                    loss.backward(retain_graph=True)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    kept = [loss, *kept[:2]]
+                self.assertGreater(plugin.figures()["rounds"], 6)
+                del kept, loss
+                state = ledger(plugin)
+                state.settle()
+                figures = plugin.figures()
+                self.assertEqual((figures["held"], figures["entries"], len(state._entries), state.standing().alive), (0, 0, 0, 0))
+                self.assertTrue(state.between_rounds)
+                self.assertEqual(len(state._by_storage), 0)
+
+    def test_what_lived_on_is_read_with_the_same_bits(self):
+        def run():
+            model = layers(range(LAYERS))
+            scale = nn.Parameter(torch.ones(128))
+            optimizer = Idle([scale], {})
+            kept, seen = [], []
+            for _ in range(10):
+                loss = model(BATCH * scale).pow(2).mean()
+                kept.append(loss)
+                if len(kept) > 3:
+                    first = kept.pop(0)
+                    seen.append(torch.autograd.grad(first, scale)[0])  # three steps later
+                torch.autograd.grad(loss, scale, retain_graph=True)
+                optimizer.step()
+            return seen
+
+        plain = run()
+        for nbytes in (1 << 40, 3 * 8192, 0):
+            with models.plugin(saved_budget=nbytes) as plugin:
+                self.assertTrue(models.same(run(), plain))
+                self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_with_several_updates_go_to_their_own_end(self):
+        """As with two networks that train each other: one graph is finished behind the other's update."""
+        with models.plugin(saved_budget=0) as plugin:
+            first, second = layers(), layers()
+            optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (first, second)]
+            for _ in range(6):
+                made = first(BATCH)
+                second(made.detach()).pow(2).mean().backward()
+                optimizers[1].step()
+                second(made).pow(2).mean().backward()
+                optimizers[0].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+            self.assertEqual(ledger(plugin).rounds, 6)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     unittest.main()

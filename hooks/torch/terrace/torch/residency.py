@@ -19,18 +19,20 @@ from .torch_versions import expired, forget, new_storage, revive, view_of
 from .travellers import ALL, Travellers
 
 RECENT = 4  # storages read last: their operators may be at work
+FAR = 1 << 61
+PATIENCE = 4  # updates in a round, until one round has had to be ended by an update: from then on each is
 
 
 class Entry:
     """A saved storage. It lives as long as somebody holds a view that autograd was given."""
 
-    __slots__ = ("__weakref__", "copy", "known", "ledger", "nbytes", "number", "shown", "storage", "stream", "stuck",
-                 "version", "views", "waited", "weak")
+    __slots__ = ("__weakref__", "copy", "known", "ledger", "nbytes", "number", "round", "shown", "size", "storage",
+                 "stream", "stuck", "version", "views", "waited", "weak")
 
     def __init__(self, ledger, storage, version, counter, stream):
         self.ledger = ledger
         self.storage = storage  # None: in DDR alone
-        self.nbytes = storage.nbytes()
+        self.nbytes = self.size = storage.nbytes()  # that it holds or would; that were saved
         self.version = version
         self.stream = stream  # in whose order the storage may be let go
         self.weak = storage._weak_ref()  # the storage that was saved, so that its address names no other
@@ -39,7 +41,8 @@ class Entry:
         self.copy = 0  # in the stash
         self.waited = None  # the streams that have, where it has come back from its copy
         self.stuck = False  # could not leave: stays
-        self.number = -1
+        self.round = 0
+        self.number = -1  # in the schedule of its round; below zero: of an earlier one
         self.views = []  # (alias that backward is given, geometry)
 
     def __del__(self):
@@ -78,8 +81,12 @@ class Ledger:
         self.rounds = 0  # with backward, to their end
         self.spills_in_round = 0
         self._nothing = {}  # by dtype: what an alias shows while its storage is away
-        self._alive = 0
+        self._alive = 0  # entries of this round
         self._alive_bytes = 0
+        self._round = 0
+        self._oldest = -1  # number: of those that outlived their round, downwards
+        self._updates = 0  # since the round began
+        self._patience = PATIENCE
         self._order_length = 0
         self._ahead = 0  # in the schedule's order: up to here all are in HBM, or used
         self._uncopied = collections.deque()  # numbers, oldest first: whose copies may start early
@@ -153,28 +160,40 @@ class Ledger:
         known = self._by_storage.get((storage._cdata, counter))
         entry = known() if known is not None else None
         if entry is not None and entry.version == version:
+            if entry.number < 0:
+                self._count_in(entry)
+                self._may_leave(entry)
             return entry
         entry = Entry(self, storage, version, counter, stream)
-        if self._alive == 0:
-            self._begin_round()
-        self._alive += 1
-        self._alive_bytes += entry.nbytes
-        entry.number = self.schedule.save(entry.nbytes)
-        self._saved += entry.nbytes
-        self._entries[entry.number] = weakref.ref(entry)
+        self._count_in(entry)
         self._by_storage[entry.known] = self._entries[entry.number]
         self._hold(entry)
-        self._uncopied.append(entry.number)
         return entry
+
+    def _count_in(self, entry):
+        """One of the round that runs, or begins with it."""
+        if self._alive == 0:
+            self._begin_round()
+        self._entries.pop(entry.number, None)
+        self._alive += 1
+        self._alive_bytes += entry.size
+        entry.round, entry.number = self._round, self.schedule.save(entry.size)
+        self._saved += entry.size
+        self._entries[entry.number] = weakref.ref(entry)
+        self._uncopied.append(entry.number)
 
     def _hold(self, entry):
         self.held += entry.nbytes
         self._largest = max(self._largest, entry.nbytes)
-        heapq.heappush(self._heap, (-self.schedule.distance(entry.number), entry.number))
+        self._may_leave(entry)
         self.budget.note(entry.nbytes)
 
+    def _may_leave(self, entry):
+        heapq.heappush(self._heap, (-self.schedule.distance(entry.number), entry.number))
+
     def _begin_round(self):
-        self._heap.clear()
+        self._heap = [(-FAR, number) for number in self._entries if number < 0]
+        heapq.heapify(self._heap)
         self._order_length = self._ahead = 0
         self._uncopied.clear()
         self._recent.clear()
@@ -198,29 +217,58 @@ class Ledger:
             except TerraceError:
                 pass
         nbytes = entry.nbytes if entry.storage is not None else 0
-        self._gone.append((entry.number, (entry.known, entry.shown), nbytes, entry.weak))
+        self._gone.append((entry.number, entry.round, entry.size, (entry.known, entry.shown), nbytes, entry.weak))
 
     def _settle(self):
         """Takes account of what has gone; with the last entry the round is over."""
         while self._gone:
-            number, addresses, nbytes, weak = self._gone.popleft()
+            number, of_round, size, addresses, nbytes, weak = self._gone.popleft()
             self.held -= nbytes
-            self._alive -= 1
-            self._alive_bytes -= self.schedule.sizes[number]
-            self._entries.pop(number, None)
+            counts = number >= 0 and of_round == self._round
+            if counts:
+                self._alive -= 1
+                self._alive_bytes -= size
+            if counts or number < 0:
+                self._entries.pop(number, None)
             for address in addresses:
                 found = self._by_storage.get(address)
                 if found is not None and found() is None:
                     del self._by_storage[address]
             forget(weak)
-            if self._alive == 0:
-                self.rounds += 1 if self.schedule.uses else 0
-                self.schedule.end(self.budget.end_round(self.standing()))
+            if counts and self._alive == 0:
+                self._end_round()
+
+    def _end_round(self):
+        self.rounds += 1 if self.schedule.uses else 0
+        self.schedule.end(self.budget.end_round(self.standing()))
+        self._round += 1
+        self._updates = 0
+
+    def _end_round_of_survivors(self):
+        """What is still saved keeps its bytes, and leaves first in the next round: nobody knows when it will be read."""
+        self._end_round()
+        survivors = [entry for entry in (reference() for reference in self._entries.values()) if entry is not None]
+        self._entries = {}
+        for entry in survivors:
+            self._oldest -= 1
+            entry.number = self._oldest
+            self._entries[entry.number] = weakref.ref(entry)
+        self._alive = self._alive_bytes = 0
+        self._heap = [(-FAR, number) for number in self._entries]
+        heapq.heapify(self._heap)
+        self._recent.clear()
+        self._uncopied.clear()
 
     def begin_update(self):
         """On this thread's stream."""
         with self.lock:
             self.updated_on.add(self.stream())
+            self._settle()
+            if self._alive and self.schedule.uses:
+                self._updates += 1
+                if self._updates >= self._patience:
+                    self._patience = 1
+                    self._end_round_of_survivors()
         self.settle()
 
     def settle(self):
@@ -432,8 +480,9 @@ class Ledger:
                                    "run forward and backward in one process")
             return
         self._settle()
-        first = not self.schedule.was_used(entry.number)
-        self.schedule.use(entry.number)
+        first = entry.number >= 0 and not self.schedule.was_used(entry.number)
+        if first:
+            self.schedule.use(entry.number)
         self._recent.append(entry.number)
         self.budget.note(entry.nbytes)
         if entry.storage is None:
@@ -442,7 +491,7 @@ class Ledger:
         self._await(entry, stream)
         if not first and entry.copy:
             # Read again and again: its copy is as good, so it may be the first to leave.
-            heapq.heappush(self._heap, (-(1 << 61), entry.number))
+            heapq.heappush(self._heap, (-FAR, entry.number))
         limit = self.limit()
         if self.held > limit:
             self._leave_until(limit)  # gradients have come faster than what was saved went
