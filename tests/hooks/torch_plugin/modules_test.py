@@ -1,5 +1,7 @@
 """Modules that are converted, loaded and copied while their weights may be away."""
 
+import copy
+import io
 import unittest
 from unittest import mock
 
@@ -7,7 +9,8 @@ import torch
 from torch import nn
 
 import models
-from stack import LAYER, WIDTH, budget
+from stack import LAYER, WIDTH, away, budget
+from terrace.torch.parameters import Parameters
 from terrace.torch.travellers import Travellers
 
 
@@ -65,6 +68,67 @@ class Modules(unittest.TestCase):
                 self.assertLessEqual(plugin.figures()["hbm_peak_bytes"], 18 * LAYER)
                 self.assert_same(whole(model), source)
             del model
+
+    def test_copied_and_unpickled_ones_are_known(self):
+        def unpickled():
+            file = io.BytesIO()
+            torch.save(some_of(Block), file)
+            file.seek(0)
+            return torch.load(file, weights_only=False) if hasattr(torch, "compile") else torch.load(file)
+
+        def from_meta():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(4)))
+            return model.to_empty(device="cpu")
+
+        for make in (lambda: copy.deepcopy(some_of(Block)), unpickled, from_meta,
+                     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 256), 3),
+                     lambda: copy.deepcopy(nn.LSTM(WIDTH, WIDTH))):
+            with models.plugin(saved_budget=1 << 40):
+                model = make()
+                known = {id(p) for p in Parameters.alive()}
+                self.assertEqual([name for name, p in model.named_parameters() if id(p) not in known], [])
+                for module in model.modules():
+                    for parameter in module._parameters.values():
+                        if isinstance(module, nn.RNNBase) and parameter is not None:
+                            self.assertIn(parameter, Parameters.held_elsewhere)
+
+    def test_lazy_ones_are_made_as_ever(self):
+        def run():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH)).double()
+            model(torch.ones(2, WIDTH).double()).sum().backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.step()
+                model(torch.ones(2, WIDTH).double()).sum().backward()
+            return list(whole(model).values())
+
+        plain = run()
+        for tier in ("ddr", None):
+            with budget(2 * LAYER, tier=tier) as plugin:
+                self.assertTrue(models.same(run(), plain))
+                self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_copies_move_when_they_are_used(self):
+        source = some_of(Block)
+        expected = whole(source)
+        with budget(3 * LAYER) as plugin:
+            model = copy.deepcopy(source)
+            for module in model:
+                module.out(torch.ones(1, WIDTH))
+            self.assertGreater(away(model), 0)
+            self.assert_same(whole(model), expected)
+            self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_those_that_are_gone_are_forgotten(self):
+        with models.plugin(saved_budget=1 << 40):
+            for _ in range(200):
+                nn.Linear(8, 8)
+            self.assertLess(len(Parameters.all), 200)
+            kept = some_of(Block)
+            for _ in range(200):
+                kept.to(torch.float32)
+            self.assertLess(len(Parameters.all), 200)
 
     def test_those_made_in_inference_mode_stay(self):
         def run():

@@ -6,6 +6,7 @@ import threading
 import time
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from . import report
 from .allocator import GrowingSegments, KnownMemory, TorchMemory
@@ -98,8 +99,8 @@ class Plugin:
         self.gradients.unwatch()
         self.states.unwatch()
         self.saved.remove()
-        Parameters.unwatch()
         self._wrappers.undo()
+        Parameters.unwatch()
         for ledger in self._ledgers.values():
             ledger.close()
         self._off = True
@@ -238,7 +239,7 @@ class Plugin:
 
     def _on_apply(self, module):
         for parameter in module._parameters.values():
-            if parameter is not None:
+            if parameter is not None and not is_lazy(parameter):
                 self._on_register(parameter)
 
     def _make_room_in_update(self, nbytes, keys):

@@ -20,17 +20,13 @@ LOOK = 16  # uses ahead
 RECENT = 4  # uses behind, whose operators may be at work
 
 
-_CALL = torch.nn.Module._call_impl.__code__
+def _references(weak):
+    return sys.getrefcount(weak())
 
 
-def _a_module_is_at_work():
-    """On this thread: whoever holds a weight may be about to use it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return True
-        frame = frame.f_back
-    return False
+def _of_a_module_alone():
+    module = {"weight": torch.nn.Parameter(torch.empty(0))}
+    return _references(weakref.ref(module["weight"]))
 
 
 class Shown:
@@ -45,11 +41,13 @@ class Shown:
 class Weight:
     """A parameter that may move. Gives it, or None once it is gone."""
 
+    A_MODULES = _of_a_module_alone()
+
     __slots__ = ("__weakref__", "_weak", "rest", "saved", "shown", "streams")
 
     def __init__(self, parameter):
         self._weak = weakref.ref(parameter)
-        self.rest = None  # references to it while nobody is at work
+        self.rest = self.A_MODULES  # references to it while nobody is at work; a module's, until that is seen
         self.saved = []  # one item for each time that autograd has it: counted without a lock on any thread
         self.streams = set()  # that have used it where it is
         self.shown = Shown()
@@ -58,7 +56,7 @@ class Weight:
         return self._weak()
 
     def references(self):
-        return sys.getrefcount(self._weak())
+        return _references(self._weak)
 
     def part(self, data):
         """What autograd has of it stays as it is in `data`, whatever becomes of the weight."""
@@ -70,7 +68,7 @@ class Weight:
 
     def is_busy(self, ours):
         """Somebody holds it who does not hold it between steps, and not `ours` either: a module at work, as a rule."""
-        return self.rest is None or self.references() - len(self.saved) > self.rest + ours
+        return self.references() - len(self.saved) > self.rest + ours
 
 
 class SavedWeight:
@@ -114,26 +112,22 @@ class Weights:
 
     # ------------------------------------------------------------ life
 
-    def at_rest(self, ledger, weak_parameters):
-        """Nobody computes: it is between two steps. Begins where room is short."""
+    def at_rest(self, ledger, parameters):
+        """Nobody computes: it is between two steps. Begins where room is short. `parameters` are given one by one: whoever
+        has a list of them is counted as holding them."""
         with ledger.lock:
             if self._has_begun(ledger):
-                self._note(ledger, weak_parameters)
+                self._note(ledger, parameters)
                 for weight in self._known.values():
                     if weight() is not None:
                         weight.note_rest()
 
-    def building(self, ledger, weak_parameters, parameter):
-        """A module is being given this parameter, perhaps in the middle of another one's forward: only of those that were
-        not known is said who holds them at rest, and of none while a module is at work."""
+    def building(self, ledger, parameters, parameter):
+        """A module is being given this parameter, perhaps in the middle of another one's forward: who holds the others now
+        says nothing of who does at rest."""
         with ledger.lock:
-            at_work = _a_module_is_at_work()
-            if self.active if at_work else self._has_begun(ledger):
-                if not at_work:
-                    self._note(ledger, weak_parameters)
-                    for key, weight in self._known.items():
-                        if weight.rest is None and key != id(parameter) and weight() is not None:
-                            weight.note_rest()
+            if self._has_begun(ledger):
+                self._note(ledger, parameters)
                 self._make_room_for(ledger, 0, id(parameter))
 
     def _has_begun(self, ledger):
@@ -217,15 +211,14 @@ class Weights:
 
     # ------------------------------------------------------------ which
 
-    def _note(self, ledger, weak_parameters):
+    def _note(self, ledger, parameters):
         for key in [key for key, weight in self._known.items() if weight() is None]:
             del self._known[key]
             self._used.pop(key, None)
         owners = collections.Counter()
         new = []
-        for weak in weak_parameters:
-            parameter = weak()
-            if parameter is None or not self._may_move(ledger, parameter):
+        for parameter in parameters:
+            if not self._may_move(ledger, parameter):
                 continue
             key = id(parameter)
             if key in ledger.states.absent:
@@ -243,10 +236,11 @@ class Weights:
                 self._used[key] = None
 
     def _may_move(self, ledger, parameter):
+        if type(parameter) is not torch.nn.Parameter:
+            return False
         nbytes = parameter.numel() * parameter.element_size()
-        if (type(parameter) is not torch.nn.Parameter or parameter.device != ledger.device
-                or parameter.layout is not torch.strided or nbytes < self._smallest or parameter.is_quantized
-                or parameter.is_inference() or parameter in Parameters.held_elsewhere):
+        if (parameter.device != ledger.device or parameter.layout is not torch.strided or nbytes < self._smallest
+                or parameter.is_quantized or parameter.is_inference() or parameter in Parameters.held_elsewhere):
             return False
         return id(parameter) in ledger.states.absent or storage_of(parameter).nbytes() == nbytes
 
