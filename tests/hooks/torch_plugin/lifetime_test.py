@@ -1,5 +1,7 @@
 """The plugin's end, rounds that have none of their own, and hooks that others put on top."""
 
+import contextlib
+import threading
 import unittest
 from unittest import mock
 
@@ -146,6 +148,88 @@ class Rounds(unittest.TestCase):
                 for optimizer in optimizers:
                     optimizer.zero_grad(set_to_none=True)
             self.assertEqual(ledger(plugin).rounds, 6)
+
+
+_plain_bootstrap = threading.Thread._bootstrap_inner
+
+
+class Stack:
+    """PyTorch's stack of default hooks, as those releases have it that tell what is on top."""
+
+    def __init__(self, hooks):
+        self.hooks = hooks
+
+    @contextlib.contextmanager
+    def played(self):
+        names = {"push_default_hooks": lambda pack, unpack: self.hooks.append((pack, unpack)),
+                 "pop_default_hooks": self.hooks.pop,
+                 "top_default_hooks": lambda: self.hooks[-1] if self.hooks else None,
+                 "TELLS_TOP_HOOKS": True}
+        with contextlib.ExitStack() as stack:
+            for name, stand_in in names.items():
+                stack.enter_context(mock.patch.object(terrace.torch.saved_tensors, name, stand_in, create=True))
+            yield
+
+
+class Hooks(unittest.TestCase):
+    """A program's own hooks are on the stack: only what is ours comes and goes."""
+
+    def setUp(self):
+        self.hooks = []
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(Stack(self.hooks).played())
+        self.theirs = (lambda tensor: tensor, lambda tensor: tensor)
+
+    def test_ours_do_not_come_back_inside_a_programs(self):
+        with models.plugin(saved_budget=0) as plugin:
+            ours = self.hooks[-1]
+            plugin.saved.remove()
+            self.hooks.append(self.theirs)
+            plugin._rest_or_wake()
+            self.assertEqual(self.hooks, [self.theirs])
+            self.hooks.pop()
+            ledger(plugin)
+            plugin._rest_or_wake()
+            self.assertEqual(self.hooks, [ours])
+
+    def test_the_end_leaves_a_programs_where_they_are(self):
+        with models.plugin(saved_budget=0):
+            self.hooks.append(self.theirs)
+        self.assertEqual(self.hooks[-1], self.theirs)
+
+    def test_transforms_put_ours_aside_and_no_others(self):
+        seen = []
+
+        class Disable:
+            def __init__(disable, message):
+                pass
+
+            def __enter__(disable):
+                seen.append(list(self.hooks))
+
+            def __exit__(disable, *error):
+                pass
+
+        with mock.patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", Disable, create=True):
+            with models.plugin(saved_budget=0):
+                ours = self.hooks[-1]
+                aside = torch.autograd.graph.disable_saved_tensors_hooks
+
+                def use():
+                    with aside("no hooks"):
+                        pass
+
+                use()
+                other = threading.Thread(target=use)  # as autograd's own threads: they have the stack, and did not install
+                with mock.patch.object(threading.Thread, "_bootstrap_inner", _plain_bootstrap):
+                    other.start()
+                    other.join()
+                self.assertEqual((seen, self.hooks), ([[], []], [ours]))
+                self.hooks.append(self.theirs)
+                use()
+                self.assertEqual((seen[-1], self.hooks), ([ours, self.theirs],) * 2)
+                self.hooks.pop()
 
 
 if __name__ == "__main__":

@@ -293,8 +293,7 @@ class Plugin:
         ledgers = self._ledgers.values()
         roomy = bool(ledgers) and all(ledger.budget.is_roomy() for ledger in ledgers)
         if not roomy:
-            if not self.saved.installed:
-                self.saved.install()
+            self.saved.wake()
         elif self.saved.is_on_top and not self.weights.active and all(l.rounds >= 2 and l.spills_in_round == 0 for l in ledgers):
             self.saved.remove()
 

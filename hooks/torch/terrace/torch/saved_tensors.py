@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from .parameters import Parameters
-from .torch_versions import pop_default_hooks, push_default_hooks, storage_of, top_default_hooks
+from .torch_versions import TELLS_TOP_HOOKS, pop_default_hooks, push_default_hooks, storage_of, top_default_hooks
 from .weights import SavedWeight
 
 
@@ -161,14 +161,22 @@ class SavedTensors:
         self._threads.installed = True
 
     def remove(self):
-        if getattr(self._threads, "installed", False):
-            pop_default_hooks()
-            self._threads.installed = False
+        """False: others are on top, and ours stay. Autograd's own threads have the hooks of who called backward."""
+        if not (self.is_on_top if TELLS_TOP_HOOKS else self.installed):
+            return False
+        pop_default_hooks()
+        self._threads.installed = False
+        return True
+
+    def wake(self):
+        """Installs them again, unless a program's own are there: those go in the manner of a stack, too."""
+        if not self.installed and top_default_hooks() is None:
+            self.install()
 
     @property
     def is_on_top(self):
         """Ours are what a tensor saved now would meet. Known from PyTorch 2.1 on; before, never."""
-        return self.installed and top_default_hooks() == (self.pack, self.unpack)
+        return top_default_hooks() == (self.pack, self.unpack)
 
     @property
     def installed(self):

@@ -59,6 +59,9 @@ def pop_default_hooks():
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+TELLS_TOP_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # from PyTorch 2.1 on
+
+
 def top_default_hooks():
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(True) if top is not None else None
+    """(pack, unpack) that a tensor saved now would meet; None: there are none, or nobody tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) if TELLS_TOP_HOOKS else None

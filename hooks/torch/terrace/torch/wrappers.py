@@ -49,16 +49,21 @@ class Wrappers:
                     self._context = original(message)
 
                 def __enter__(self):
-                    self._ours = saved.installed
-                    if self._ours:
-                        saved.remove()
-                    return self._context.__enter__()
+                    self._ours = saved.remove()
+                    try:
+                        return self._context.__enter__()
+                    except BaseException:
+                        self._put_back()
+                        raise
 
                 def __exit__(self, *error):
                     left = self._context.__exit__(*error)
+                    self._put_back()
+                    return left
+
+                def _put_back(self):
                     if self._ours:
                         saved.install()
-                    return left
 
             return Away
 
