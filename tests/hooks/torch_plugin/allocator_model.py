@@ -142,6 +142,7 @@ class WallLease:
 
     def __init__(self, allocator, context):
         self.allocator, self.context = allocator, context
+        self.asked = self.switched_off = False
         self.refresh()
 
     def limit(self):
@@ -218,7 +219,7 @@ class Gpt:
         while saved:
             step = saved[-1]
             job.use(step)
-            grad = job.tensor(max([self.HIDDEN] + [size for _, size in step]))
+            grad = job.tensor(max([self.HIDDEN] + [size for *_, size in step]))
             job.done(saved.pop())
             if len(saved) % 11 in (2, 5, 8, 10):
                 gradients.append(job.allocate(sizes[len(gradients) % 4]))
@@ -228,6 +229,7 @@ class Gpt:
 
     def _update(self, gradients):
         job = self.job
+        job.begin_update()
         if self.states and not self.moments:
             self.moments = [job.allocate(w.size) for w in self.weights for _ in range(2)]
         for gradient in gradients:

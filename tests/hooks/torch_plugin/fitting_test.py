@@ -1,41 +1,102 @@
-"""Budgets that fit: a GPT over a model of PyTorch's allocator and of the wall, with the schedule and the budget as they are."""
+"""Budgets that fit: a GPT over a model of PyTorch's allocator and of the wall, with ledger, schedule and budget as they are."""
 
+import contextlib
+import itertools
 import random
 import unittest
 import weakref
+from unittest import mock
+
+import torch
 
 from allocator_model import MIB, CachingAllocator, Gpt, WallLease
-from terrace.torch.budget import DeviceBudget, Standing
+from terrace.torch import residency
+from terrace.torch.budget import DeviceBudget
 from terrace.torch.schedule import Schedule
 
 CONTEXT = 600
-RECENT = 4
+
+
+class Storage:
+    """Memory of the model instead of a device's, with what the ledger asks of PyTorch's."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, job, size):
+        self._job, self._size, self._block = job, size, job.allocate(size)
+        self._cdata = next(Storage._numbers)
+
+    def __del__(self):
+        self._job.allocator.free(self._block)
+
+    def nbytes(self):
+        return self._size * MIB
+
+    def data_ptr(self):
+        return self._cdata
+
+    def _weak_ref(self):
+        return weakref.ref(self)
 
 
 class Tensor:
-    """Held by a program; its block goes with it, and when it is saved with whatever saved it."""
+    def __init__(self, storage, size):
+        self.data, self.size, self.dtype = storage, size, torch.uint8
 
-    def __init__(self, job, size):
-        self.job, self.size, self.block = job, size, job.allocate(size)
 
-    def __del__(self):
-        self.job.allocator.free(self.block)
+class Stash:
+    """Copies take no time."""
+
+    def __init__(self):
+        self.moved = 0
+        self._sizes = {}
+        self._entries = itertools.count(1)
+
+    def spill(self, stream, address, nbytes, purpose=0):
+        entry = next(self._entries)
+        self._sizes[entry] = nbytes
+        self.moved += nbytes // MIB
+        return entry
+
+    def restore(self, stream, entry, address):
+        self.moved += self._sizes[entry] // MIB
+
+    def drop(self, stream, entry):
+        del self._sizes[entry]
+
+    def wait_for(self, stream, entry):
+        pass
+
+    depart = wait_for
 
 
 class Job:
-    """What the ledger does: saves, sends away what is used last, and brings back what is next."""
+    """The program's side: tensors, saved and read as the hooks of saved tensors do it."""
 
     def __init__(self, limit, random_, resets):
         self.allocator = CachingAllocator(limit)
         self.lease = WallLease(self.allocator, CONTEXT)
         self.budget = DeviceBudget(self.allocator, self.lease)
+        self.stash = Stash()
+        self.ledger = residency.Ledger(self.stash, torch.device("cpu"), self.lease, self.budget, Schedule(), self)
         self._random, self._resets = random_, resets
-        self.schedule = Schedule()
-        self.saved = {}  # number: [tensor or None, size, how often it was saved]
-        self.numbers = weakref.WeakKeyDictionary()
-        self.moved = self.rounds = self.held = self.alive = 0
-        self.recent = []
         self.most = 0
+
+    # Streams, as the ledger sees them.
+
+    def current(self, device):
+        return None
+
+    def tie(self, alias, device, stream):
+        pass
+
+    def is_capturing(self):
+        return False
+
+    def give_back(self):
+        self.allocator.empty_cache()
+
+    # The program.
 
     def allocate(self, size):
         block = self.allocator.allocate(size)
@@ -45,104 +106,64 @@ class Job:
     def tensor(self, size):
         if self._resets and self._random.random() < self._resets / 20:
             self.allocator.peak = self.allocator.allocated
-        return Tensor(self, size)
-
-    def limit(self):
-        expected = self.schedule.expected
-        return self.budget.limit(Standing(self.held * MIB, 0, self.alive * MIB, self.schedule.place_now,
-                                          self.schedule.in_backward, expected.needs if expected else None)) // MIB
+        return Tensor(Storage(self, size), size)
 
     def save(self, tensor):
-        number = self.numbers.get(tensor)
-        if number is None:
-            if not self.saved:
-                self.budget.begin_round()
-                self.limit()
-            number = self.numbers[tensor] = self.schedule.save(tensor.size)
-            self.saved[number] = [tensor, tensor.size, 0]
-            self.held += tensor.size
-            self.alive += tensor.size
-            self.budget.note(tensor.size * MIB)
-        self.saved[number][2] += 1
-        self._leave(self.limit())
-        self._relieve()
-        self.budget.settled(self.held * MIB)
-        return number, tensor.size
+        alias, ledger = Tensor(tensor.data, tensor.size), self.ledger
+        if tensor.data._cdata in ledger.fixed:
+            return None, alias, tensor.size
+        entry = ledger.entry_for(tensor.data, 0, 0, None)
+        ledger.show(entry, alias, None)
+        ledger.enforce()
+        return entry, alias, tensor.size
 
     def save_more(self, step, tensor):
         step.append(self.save(tensor))
 
-    def _leave(self, limit):
-        order = sorted(self.saved, key=self.schedule.distance, reverse=True)
-        for number in order:
-            if self.held <= limit:
-                return
-            entry = self.saved[number]
-            if entry[0] is not None and number not in self.recent:
-                entry[0] = None  # freed now, or when the program lets go of it
-                self.held -= entry[1]
-                self.moved += entry[1]
-
-    def _bring(self, number):
-        entry = self.saved[number]
-        self.budget.made(entry[1] * MIB)
-        entry[0] = Tensor(self, entry[1])
-        self.held += entry[1]
-        self.moved += entry[1]
-        self.budget.note(entry[1] * MIB)
-
     def use(self, step):
-        for number, size in step:
-            self.schedule.use(number)
-            self.recent = (self.recent + [number])[-RECENT:]
-            self.budget.note(size * MIB)
-            if self.saved[number][0] is None:
-                self._leave(max(0, self.limit() - size))
-                self._bring(number)
-            self._leave(self.limit())
-            self._relieve()
-            for upcoming in self.schedule.order():
-                entry = self.saved.get(upcoming)
-                if entry is not None and entry[0] is None and not self.schedule.was_used(upcoming):
-                    if self.held + entry[1] > self.limit():
-                        break
-                    self._bring(upcoming)
-            self.budget.settled(self.held * MIB)
-        return True
+        for entry, alias, _ in step:
+            if entry is not None:
+                self.ledger.use(entry, None)
+            assert isinstance(alias.data, Storage), "what backward reads is there"
 
     def done(self, step):
-        for number, size in step:
-            entry = self.saved[number]
-            entry[2] -= 1
-            if entry[2] == 0:
-                del self.saved[number]
-                self.held -= size if entry[0] is not None else 0
-                self.alive -= size
-        if not self.saved:
-            expected = self.schedule.expected
-            at = Standing(self.held * MIB, 0, 0, self.schedule.place_now, True, expected.needs if expected else None)
-            self.schedule.end(self.budget.end_round(at))
-            self.recent = []
+        step.clear()
+
+    def begin_update(self):
+        self.ledger.begin_update()
 
     def end_step(self):
-        self.budget.end_step()
-        self._relieve()
+        self.ledger.settle()
+        self.ledger.end_step()
 
-    def _relieve(self):
-        if self.budget.wants_cache_back():
-            self.allocator.empty_cache()
-            self.budget.cache_went_back()
+
+@contextlib.contextmanager
+def memory_of(job):
+    """What the ledger takes from PyTorch comes from the model."""
+    functions = {
+        "new_storage": lambda nbytes, device: Storage(job, nbytes // MIB),
+        "view_of": lambda storage, like, geometry: storage,
+        "revive": lambda weak: weak(),
+        "expired": lambda weak: weak() is None,
+        "forget": lambda weak: None,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(residency, name, function))
+        yield
 
 
 def train(budget, steps=8, layers=8, resets=0.0, seed=1):
     """(refused, in DDR at most, moved, allocated at most) of each step. `resets`: how often the program sets PyTorch's peak back."""
     job = Job(budget - CONTEXT, random.Random(seed), resets)
     gpt, allocator, seen = Gpt(job, layers), job.allocator, []
-    for _ in range(steps):
-        refused, moved = allocator.refusals, job.moved
-        job.budget.overflow_peak = job.most = 0
-        gpt.step()
-        seen.append((allocator.refusals - refused, job.budget.overflow_peak // MIB, job.moved - moved, job.most))
+    with memory_of(job):
+        for _ in range(steps):
+            refused, moved = allocator.refusals, job.stash.moved
+            job.budget.overflow_peak = job.most = 0
+            gpt.step()
+            seen.append((allocator.refusals - refused, job.budget.overflow_peak // MIB, job.stash.moved - moved, job.most))
+    assert not job.ledger.failures
     return seen
 
 
@@ -163,7 +184,7 @@ class Fits(unittest.TestCase):
                 for refused, overflow, moved, most in seen[5:]:
                     where = f"{share}%, {resets}: {seen}"
                     self.assertLessEqual(overflow, budget // 50, where)
-                    self.assertLessEqual(refused, 12, where)
+                    self.assertLessEqual(refused, 24, where)
                     self.assertLessEqual(most + CONTEXT, budget, where)
                     self.assertGreaterEqual(most + CONTEXT, 0.9 * budget, where)
                     self.assertLessEqual(moved / 2, self.peak - 0.9 * budget, where)
