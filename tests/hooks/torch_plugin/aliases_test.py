@@ -2,12 +2,14 @@
 
 import io
 import unittest
+from unittest import mock
 
 import torch
 from torch import nn
 
 import models
 from stack import BATCH, LAYER, WEIGHTS, WIDTH, adamw, away, budget, layers, ledger, train, whole_weights
+from terrace.torch import optimizer_slices
 from terrace.torch.torch_versions import storage_of
 from terrace.torch.travellers import ALL
 
@@ -131,6 +133,39 @@ class State(unittest.TestCase):
 
         plain, got, _ = both_ways(run)
         self.assertTrue(models.same(got, plain))
+
+
+class Unseen(torch.optim.Optimizer):
+    """Writes weights and state, as fused kernels do in some releases, without their versions showing it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros(p.shape))
+                weight, momentum = torch.Tensor.detach(p).numpy(), momentum.numpy()
+                momentum *= 0.9
+                momentum += p.grad.numpy()
+                weight -= 0.1 * momentum
+
+
+class Updates(unittest.TestCase):
+    def test_that_no_version_shows(self):
+        def run():
+            model = layers()
+            return train(model, Unseen(model.parameters()), 5)
+
+        plain = run()
+        for elementwise in (set(), {Unseen}):  # as a whole, and in runs
+            with mock.patch.object(optimizer_slices, "ELEMENTWISE", elementwise):
+                for share in (100, 150, 250):
+                    with budget(WEIGHTS * share // 100) as plugin:
+                        self.assertTrue(models.same(run(), plain), (elementwise, share))
+                        self.assertGreater(plugin.figures()["weight_bytes"] + plugin.figures()["state_bytes"], 0)
 
 
 class Gradients(unittest.TestCase):

@@ -73,7 +73,8 @@ class Gradients(unittest.TestCase):
             "sgd, nesterov, foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
             "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, maximize=True),
         }
-        if "fused" in torch.optim.AdamW.__init__.__doc__ if torch.optim.AdamW.__init__.__doc__ else False:
+        with contextlib.suppress(TypeError, RuntimeError):  # for the CPU in some releases only
+            torch.optim.AdamW(layers().parameters(), fused=True)
             forms["adamw, fused"] = lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)
         for name, form in forms.items():
             for room in (0, 1 << 40):
