@@ -84,22 +84,26 @@ class Watch(unittest.TestCase):
             def is_short(self):
                 return False
 
+        queued = []  # until CUDA begins
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.cuda, "_lazy_call", queued.append))
             for owner, name, value in ((terrace.torch.plugin, "Stash", lambda kind, *rest: Stash("emulated", *rest)),
                                        (terrace.torch.plugin, "TorchMemory", Memory),
                                        (CudaStreams, "finish", staticmethod(lambda: None)),
                                        (CudaStreams, "current", staticmethod(lambda device: None))):
                 stack.enter_context(mock.patch.object(owner, name, value))
             plugin = terrace.torch.plugin.Plugin("cuda", join_daemon=False, ddr_budget=1 << 20)
-            opened = plugin.ledger_of(torch.device("cuda", 0))
+            plugin.start()
             try:
+                plugin.ledger_of(torch.device("cuda", 0))
+                self.assertIsNone(plugin._watch._thread)
+                for call in queued:
+                    call()
                 yield plugin
             finally:
-                plugin._watch.end()
-                opened.closed = True
-                opened.stash.close()
+                plugin.stop()
 
-    def test_it_begins_with_the_device_and_ends_before_a_capture(self):
+    def test_it_begins_with_cuda_and_ends_before_a_capture(self):
         with self.opened() as plugin:
             thread = plugin._watch._thread
             self.assertTrue(thread.is_alive())
@@ -114,9 +118,18 @@ class Watch(unittest.TestCase):
             self.assertFalse(thread.is_alive())
 
     def test_where_tensors_are_the_hosts_there_is_none(self):
-        with models.plugin(saved_budget=0) as plugin:
+        with mock.patch.object(torch.cuda, "_lazy_call", lambda call: call()), models.plugin(saved_budget=0) as plugin:
             ledger(plugin)
             self.assertIsNone(plugin._watch._thread)
+
+    def test_what_lies_in_ddr_opens_a_ledger_where_nobody_asks_for_one(self):
+        with self.opened() as plugin:
+            plugin.ledger_of(torch.device("cuda", 0)).closed = True
+            plugin._ledgers.clear()
+            with mock.patch.object(torch.cuda, "device_count", lambda: 2), \
+                 mock.patch.object(terrace.torch.plugin, "overflow_of", lambda index: index << 20):
+                plugin._relieve()
+            self.assertEqual(list(plugin._ledgers), [torch.device("cuda", 1)])
 
 
 if __name__ == "__main__":
