@@ -5,7 +5,6 @@ import unittest
 from unittest import mock
 
 import torch
-from torch import nn
 
 import models
 from stack import BATCH, LAYER, WEIGHTS, WIDTH, adamw, away, budget, layers, ledger, train, whole_weights

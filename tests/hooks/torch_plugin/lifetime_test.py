@@ -10,7 +10,8 @@ from torch import nn
 
 import models
 import terrace.torch.saved_tensors
-from stack import BATCH, LAYER, LAYERS, WEIGHTS, adamw, away, budget, layers, ledger, train, whole_weights
+from stack import BATCH, LAYERS, WEIGHTS, adamw, budget, layers, ledger, whole_weights
+from terrace.torch import residency
 
 
 class End(unittest.TestCase):
@@ -133,6 +134,27 @@ class Rounds(unittest.TestCase):
             with models.plugin(saved_budget=nbytes) as plugin:
                 self.assertTrue(models.same(run(), plain))
                 self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_without_updates_are_bounded(self):
+        def losses():
+            teacher, student = layers(), layers()
+            seen, target = [], None
+            for _ in range(40):
+                target = teacher(BATCH * 2)
+                loss = (student(BATCH * 3) - target.detach()).pow(2).mean()
+                loss.backward()
+                seen += [loss.detach().clone()] + [p.grad.clone() for p in student.parameters()]
+                student.zero_grad(set_to_none=True)
+            return seen
+
+        plain = losses()
+        with mock.patch.object(residency, "MOST_SAVES", 64):
+            for nbytes in (1 << 40, 5 * 8192, 0):
+                with models.plugin(saved_budget=nbytes) as plugin:
+                    self.assertTrue(models.same(losses(), plain))
+                    self.assertLessEqual(len(ledger(plugin).schedule.sizes), 64)
+                    self.assertGreater(ledger(plugin).rounds, 5)
+                    self.assertEqual(plugin.figures()["failures"], {})
 
     def test_with_several_updates_go_to_their_own_end(self):
         """As with two networks that train each other: one graph is finished behind the other's update."""

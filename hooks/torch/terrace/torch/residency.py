@@ -20,6 +20,7 @@ from .travellers import ALL, Travellers
 
 RECENT = 4  # storages read last: their operators may be at work
 FAR = 1 << 61
+MOST_SAVES = 1 << 15  # in a round that has been read from: without updates nobody says that it is over
 PATIENCE = 4  # updates in a round, until one round has had to be ended by an update: from then on each is
 
 
@@ -172,6 +173,8 @@ class Ledger:
 
     def _count_in(self, entry):
         """One of the round that runs, or begins with it."""
+        if self._alive and self.schedule.uses and len(self.schedule.sizes) >= MOST_SAVES:
+            self._end_round_of_survivors()
         if self._alive == 0:
             self._begin_round()
         self._entries.pop(entry.number, None)
