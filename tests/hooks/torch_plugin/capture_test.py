@@ -89,7 +89,7 @@ class Watch(unittest.TestCase):
             stack.enter_context(mock.patch.object(torch.cuda, "_lazy_call", queued.append))
             for owner, name, value in ((terrace.torch.plugin, "Stash", lambda kind, *rest: Stash("emulated", *rest)),
                                        (terrace.torch.plugin, "TorchMemory", Memory),
-                                       (CudaStreams, "finish", staticmethod(lambda: None)),
+                                       (CudaStreams, "finish", staticmethod(lambda device: None)),
                                        (CudaStreams, "current", staticmethod(lambda device: None))):
                 stack.enter_context(mock.patch.object(owner, name, value))
             plugin = terrace.torch.plugin.Plugin("cuda", join_daemon=False, ddr_budget=1 << 20)

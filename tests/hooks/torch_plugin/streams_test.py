@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import models
-from stack import LAYER, LAYERS, BATCH, adamw, budget, layers, ledger
+from stack import BATCH, LAYER, LAYERS, adamw, away, budget, layers, ledger
 from terrace.torch.library import Stash
 from terrace.torch.streams import HostStreams
 from terrace.torch.torch_versions import data_of
@@ -57,6 +57,7 @@ class Streams:
             "mark": lambda device: self.now,  # a mark is known by its stream
             "wait_for": lambda device, mark: self._note("wait", self.now, mark),
             "follow": lambda device, first: self._note("follow", self.now, first),
+            "finish": lambda device: self._note("finish", None),
         }
         with contextlib.ExitStack() as stack:
             for name in ("spill", "depart", "restore", "wait_for", "drop"):
@@ -224,6 +225,14 @@ class Weights(Test):
             self.assertEqual([item for item in said if item[0] == "wait"], [("wait", 2, 1)], said)
             self.assertIn(("tie", 2, None), said)
             self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_when_none_moves_any_more_all_are_there_for_every_stream(self):
+        with budget(6 * LAYER) as plugin:
+            model = layers(range(LAYERS))
+            self.assertGreater(away(model), 0)
+            self.streams.take()
+            plugin.weights.end("compiled")
+            self.assertEqual([what for what, *_ in self.streams.take()][-1], "finish")
 
     def test_one_leaves_behind_all_streams_that_used_it(self):
         with budget(6 * LAYER):

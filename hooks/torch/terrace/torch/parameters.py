@@ -73,6 +73,7 @@ class Parameters:
         @functools.wraps(original)
         def wrapper(owner, *args, **kwargs):
             result = original(owner, *args, **kwargs)
+            cls._registered += 1  # those that were known may have other storages
             for name in list(owner._parameters):
                 cls._take(owner, owner._parameters[name])
             return result

@@ -134,7 +134,7 @@ class Ledger:
 
     def finish(self):
         """The host waits for all streams."""
-        self._streams.finish()
+        self._streams.finish(self.device)
 
     def tie(self, alias, owner, user):
         """`user` works on memory that is let go in order of `owner`."""

@@ -38,8 +38,8 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     @staticmethod
-    def finish():
-        torch.cuda.synchronize()
+    def finish(device):
+        torch.cuda.synchronize(device)
 
     @staticmethod
     def give_back():
@@ -74,7 +74,7 @@ class HostStreams:
         return False
 
     @staticmethod
-    def finish():
+    def finish(device):
         pass
 
     @staticmethod

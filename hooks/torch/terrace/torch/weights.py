@@ -196,11 +196,14 @@ class Weights:
         self.stay = self.stay or why or "ended"
         if not self.active:
             return
+        ledgers = set()
         for weight in list(self._known.values()):
             parameter = weight()
             if parameter is not None:
-                self.whole(parameter)
+                ledgers.add(self._bring(parameter, keep=False))
                 weight.part(data_of(parameter))
+        for ledger in ledgers - {None}:
+            ledger.finish()  # from here on nobody is asked on which stream a weight is read
         for name, original in self._originals.items():
             setattr(torch.nn.Module, name, original)
         del torch.nn.Parameter.data, torch.nn.Parameter.detach, torch.nn.Parameter.copy_
