@@ -152,8 +152,8 @@ class Travellers:
         forget(weak)
         if held is not None:
             self._end(one)
-            _, _, skipped = self._shown.get(one.key, (None, 0, 0))
-            self._shown[one.key] = (weakref.ref(tensor), min(2 * skipped + 1, MOST_SKIPPED), min(2 * skipped + 1, MOST_SKIPPED))
+            skips = min(2 * self._shown.get(one.key, (None, 0, 0))[2] + 1, MOST_SKIPPED)
+            self._shown[one.key] = (weakref.ref(tensor), skips, skips)
             return False
         self._shown.pop(one.key, None)
         self._arrivals.pop(one.key, None)
