@@ -74,7 +74,7 @@ class Modules(unittest.TestCase):
             file = io.BytesIO()
             torch.save(some_of(Block), file)
             file.seek(0)
-            return torch.load(file, weights_only=False) if hasattr(torch, "compile") else torch.load(file)
+            return torch.load(file, weights_only=False)
 
         def from_meta():
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(4)))
@@ -108,6 +108,17 @@ class Modules(unittest.TestCase):
             with budget(2 * LAYER, tier=tier) as plugin:
                 self.assertTrue(models.same(run(), plain))
                 self.assertEqual(plugin.figures()["failures"], {})
+
+    def test_scripted_ones_are_converted_and_copied_as_ever(self):
+        def run():
+            torch.manual_seed(0)
+            model = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+            twin = copy.deepcopy(model.double())
+            return [twin(torch.ones(1, WIDTH).double()), *whole(model).values()]
+
+        plain = run()
+        with budget(2 * LAYER):
+            self.assertTrue(models.same(run(), plain))
 
     def test_copies_move_when_they_are_used(self):
         source = some_of(Block)

@@ -74,7 +74,7 @@ class Parameters:
         def wrapper(owner, *args, **kwargs):
             result = original(owner, *args, **kwargs)
             cls._registered += 1  # those that were known may have other storages
-            for name in list(owner._parameters):
+            for name in list(owner._parameters.keys()):  # of a scripted module they can be asked for by name alone
                 cls._take(owner, owner._parameters[name])
             return result
 
