@@ -166,6 +166,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
     if (hbm && !lease.led) {  // else the daemon asks whoever leads
       lease.ceiling = ask.target;
       lease.ceiling_ends = steady_clock().now() + kCeilingHolds;
+      lease.comes_down = true;
       excess = saturating_sub(Bytes(account.charged.load()) + lease.context, ask.target);
     }
   }
@@ -173,6 +174,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
   const std::lock_guard lock(account.mutex);
   Lease& lease = *account.lease;
   const Bytes before = lease.lease;
+  lease.comes_down = false;
   if (hbm && !lease.led) {
     lease.lease = std::min(before, std::max(ask.target, Bytes(account.charged.load()) + lease.context));
     publish(account);
@@ -287,7 +289,9 @@ std::optional<Bytes> Wall::room(int device) noexcept {
     if (account.lease == nullptr) return std::nullopt;
     const Lease& lease = *account.lease;
     const bool less = steady_clock().now() < lease.ceiling_ends;
-    const Bytes most = less ? std::min(lease.budget, std::max(lease.ceiling, lease.lease)) : lease.budget;
+    // What was leased stays usable, but not while it is being given back: nothing is to fill it again.
+    const Bytes kept_lease = lease.comes_down ? 0_B : lease.lease;
+    const Bytes most = less ? std::min(lease.budget, std::max(lease.ceiling, kept_lease)) : lease.budget;
     return saturating_sub(most, Bytes(account.charged.load()) + lease.context);
   } catch (...) {
     return std::nullopt;

@@ -111,6 +111,7 @@ class Wall {
     Bytes total, budget, lease, context;
     Bytes ceiling;               // what the daemon has asked to come down to,
     Nanoseconds ceiling_ends{};  // and until when no more than that, or the lease, is counted on
+    bool comes_down = false;     // just now
     std::array<Bytes, 4>
         told_context{};  // what the device's books had beside what was charged, the last times,
     std::size_t looks = 0;

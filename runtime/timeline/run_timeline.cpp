@@ -1,6 +1,7 @@
 #include "runtime/timeline/run_timeline.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 namespace terrace {
@@ -8,16 +9,19 @@ namespace {
 
 constexpr std::size_t kMostMarks = std::size_t{1} << 16;  // of many steps
 
-// Microseconds, to the nanosecond: what trace events are in.
-std::string micros(double seconds) {
+// Rounded once, so that a span ends in the very nanosecond in which the next begins.
+long long nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
+
+// Microseconds: what trace events are in. Not below zero.
+std::string micros(long long nanoseconds) {
   char text[40];
-  std::snprintf(text, sizeof text, "%.3f", seconds * 1e6);
+  std::snprintf(text, sizeof text, "%lld.%03lld", nanoseconds / 1000, nanoseconds % 1000);
   return text;
 }
 
 std::string start_of_event(const char* phase, int row, std::string_view name, double at) {
   return std::string("{\"ph\":\"") + phase + "\",\"pid\":1,\"tid\":" + std::to_string(row) +
-         ",\"name\":" + json_quoted(name) + ",\"ts\":" + micros(at);
+         ",\"name\":" + json_quoted(name) + ",\"ts\":" + micros(nanoseconds(at));
 }
 
 }  // namespace
@@ -118,7 +122,8 @@ void RunTimeline::write(const Mark& mark, double at) {
 
 void RunTimeline::write(const Span& span) {
   file_->add(start_of_event("X", static_cast<int>(span.row), span.name, span.start) +
-             ",\"dur\":" + micros(span.seconds) + ",\"args\":{" + span.arguments + "}}");
+             ",\"dur\":" + micros(nanoseconds(span.start + span.seconds) - nanoseconds(span.start)) +
+             ",\"args\":{" + span.arguments + "}}");
 }
 
 void RunTimeline::moved(const Moved& copy, std::string_view what) {

@@ -47,12 +47,14 @@ TEST(PreloadOverflow, TheSecondRefusalIsServedFromDdr) {
     EXPECT_EQ(value_of(ended, "twice"), kInvalidValue);
     EXPECT_EQ(value_of(ended, "again"), 0);
     EXPECT_EQ(value_of(ended, "free again"), 0);
+    EXPECT_EQ(value_of(ended, "range"), 0);
+    EXPECT_EQ(value_of(ended, "of it"), 1);
     EXPECT_EQ(value_of(ended, "room"), 0) << "the wall has forgotten nothing";
     EXPECT_EQ(value_of(ended, "returned"), 1);
     EXPECT_THAT(values_of(ended, "host MiB"), ElementsAre(20, 0)) << "the same handles, then none";
     EXPECT_THAT(ended.err,
-                HasSubstr("terrace: device 0: 20.0 MiB of what PyTorch asked for lay in DDR at most "
-                          "(read over the link), in 2 allocations\n"));
+                HasSubstr("terrace: device 0: 70.0 MiB of what PyTorch asked for lay in DDR at most "
+                          "(read over the link), in 3 allocations\n"));
   }
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -144,8 +145,10 @@ class RunTimelineTest : public testing::Test {
     std::vector<Span> all;
     for (const json trace = whole(path_); const json& event : trace["traceEvents"]) {
       if (event["ph"] != "X") continue;
-      const double start = event["ts"].get<double>();
-      all.push_back({event["name"], start, start + event["dur"].get<double>()});
+      // In nanoseconds the file's numbers are whole.
+      const double start = std::round(event["ts"].get<double>() * 1e3);
+      all.push_back(
+          {event["name"], start / 1e3, (start + std::round(event["dur"].get<double>() * 1e3)) / 1e3});
     }
     return all;
   }

@@ -27,6 +27,12 @@ using ArrayHandle = void*;                  // CUarray, CUmipmappedArray
 using PoolHandle = void*;                   // cudaMemPool_t, CUmemoryPool
 using QueryResult = int;                    // CUdriverProcAddressQueryResult
 
+// What was allocated at one time.
+struct Extent {
+  DevicePointer at = 0;
+  std::uint64_t bytes = 0;
+};
+
 // Streams that are no handles. Zero means the first, in the variants for per-thread streams the second.
 inline const StreamHandle kLegacyStream = reinterpret_cast<StreamHandle>(0x1);
 inline const StreamHandle kPerThreadStream = reinterpret_cast<StreamHandle>(0x2);

@@ -513,6 +513,15 @@ void Overflow::ended(const Allocation& allocation, PhysicalHandle withheld) noex
 
 // ---------------------------------------------------------------- what others ask
 
+std::optional<Extent> Overflow::extent_around(DevicePointer address) noexcept {
+  if (!may_hold(address)) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  for (const Block& block : blocks_) {
+    if (address - block.at < block.size.count()) return Extent{block.at, block.size.count()};
+  }
+  return std::nullopt;
+}
+
 std::optional<DeviceOrdinal> Overflow::device_of(DevicePointer address) noexcept try {
   if (may_hold(address)) {
     const std::lock_guard lock(mutex_);

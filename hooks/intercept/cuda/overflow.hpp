@@ -64,6 +64,8 @@ class Overflow {
   }
   void ended(const Allocation& allocation, PhysicalHandle withheld) noexcept;
 
+  // The plain allocation that holds the address: the driver tells of one of its handles.
+  [[nodiscard]] std::optional<Extent> extent_around(DevicePointer address) noexcept;
   // Whose memory the guest takes it for.
   [[nodiscard]] std::optional<DeviceOrdinal> device_of(DevicePointer address) noexcept;
   // Another device may reach what is on this one, now and later.

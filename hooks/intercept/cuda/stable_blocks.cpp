@@ -155,7 +155,7 @@ DeviceBlocks* StableBlocks::publish(std::unique_ptr<DeviceBlocks> blocks) {
   const DevicePointer low = bytes == 0 ? own : std::min(first, own);
   const DevicePointer high = std::max(first + bytes, own + made->space->span().count());
   bytes_.store(high - low, std::memory_order_relaxed);
-  first_.store(low, std::memory_order_relaxed);
+  first_.store(low, std::memory_order_release);
   count_.store(place + 1, std::memory_order_release);
   return made;
 }
@@ -216,9 +216,8 @@ Result<Address> StableBlocks::take(DeviceBlocks& blocks, Bytes size) {
   return at;
 }
 
-// By so much than the wall leaves: what is not there yet leaves, as far as it can.
-void StableBlocks::hold_less(DeviceBlocks& blocks, Bytes bytes) {
-  const Bytes left = saturating_sub(follow_the_wall(blocks), bytes);
+// What is beyond `left` leaves, as far as it can.
+void StableBlocks::hold_no_more(DeviceBlocks& blocks, Bytes left) {
   blocks.space->set_hbm_budget(left);
   // Somebody may have taken a part of that room before the budget said that it was gone.
   if (blocks.space->hbm_held() > left) (void)blocks.pager->make_room(1_B);
@@ -231,7 +230,8 @@ Bytes StableBlocks::make_way(DeviceOrdinal device, Bytes bytes) noexcept try {
   if (bytes > hbm) return {};
   lease_ddr_for(*blocks, bytes, hbm);
   const Bytes before = blocks->space->hbm_held();
-  if (!blocks->pager->make_room(bytes, [&] { hold_less(*blocks, bytes); })) return {};
+  const auto take = [&] { hold_no_more(*blocks, saturating_sub(follow_the_wall(*blocks), bytes)); };
+  if (!blocks->pager->make_room(bytes, take)) return {};
   return saturating_sub(before, blocks->space->hbm_held());
 } catch (...) {
   return {};
@@ -243,8 +243,9 @@ Bytes StableBlocks::give_way(DeviceOrdinal device, Bytes bytes) noexcept try {
   const Bytes hbm = follow_the_wall(*blocks);
   lease_ddr_for(*blocks, std::min(bytes, hbm), hbm);
   const Bytes before = blocks->space->hbm_held();
-  (void)blocks->pager->make_room(bytes);
-  hold_less(*blocks, bytes);
+  // While the wall comes down it leaves what is charged and no more: `hbm` is what was there.
+  const Bytes left = saturating_sub(hbm, bytes);
+  if (!blocks->pager->make_room(bytes, [&] { hold_no_more(*blocks, left); })) hold_no_more(*blocks, left);
   return saturating_sub(before, blocks->space->hbm_held());
 } catch (...) {
   return {};
@@ -383,7 +384,7 @@ void StableBlocks::show(DevicePointer address) noexcept try {
 } catch (...) {
 }
 
-std::optional<StableBlocks::Extent> StableBlocks::extent_around(DevicePointer address) const noexcept {
+std::optional<Extent> StableBlocks::extent_around(DevicePointer address) const noexcept {
   const DeviceBlocks* const blocks = holding(address);
   const auto block = blocks == nullptr ? std::nullopt : blocks->space->find(pointer_to(address));
   if (!block) return std::nullopt;

@@ -73,7 +73,8 @@ class StableBlocks {
     [[nodiscard]] bool may_hold(DevicePointer address) const { return address - first < bytes; }
   };
   [[nodiscard]] Span span() const noexcept {
-    return {first_.load(std::memory_order_relaxed), bytes_.load(std::memory_order_relaxed)};
+    const DevicePointer first = first_.load(std::memory_order_acquire);  // before the width that goes with it
+    return {first, bytes_.load(std::memory_order_relaxed)};
   }
   [[nodiscard]] bool may_hold(DevicePointer address) const noexcept { return span().may_hold(address); }
   [[nodiscard]] DeviceBlocks* holding(DevicePointer address) const noexcept;
@@ -98,10 +99,6 @@ class StableBlocks {
   // The block around an address, if there is one, can be reached until it moves.
   void show(DevicePointer address) noexcept;
   // Where it begins, and how large it is, wherever it lies.
-  struct Extent {
-    DevicePointer at = 0;
-    std::uint64_t bytes = 0;
-  };
   [[nodiscard]] std::optional<Extent> extent_around(DevicePointer address) const noexcept;
   // Every block can be reached wherever it lies, now and later: there are those who name none.
   void keep_reachable() noexcept;
@@ -138,7 +135,7 @@ class StableBlocks {
   DeviceBlocks* publish(std::unique_ptr<DeviceBlocks> blocks);
   [[nodiscard]] Result<Address> take(DeviceBlocks& blocks, Bytes size);
   void lease_ddr_for(DeviceBlocks& blocks, Bytes more, Bytes hbm);
-  static void hold_less(DeviceBlocks& blocks, Bytes bytes);
+  static void hold_no_more(DeviceBlocks& blocks, Bytes left);
   void lease_ddr(DeviceOrdinal device, Bytes needed);  // mutex_ held
   [[nodiscard]] CallResult end(DeviceBlocks& blocks, DevicePointer address);
   [[nodiscard]] bool defer_while_captured(const Deferred& free);

@@ -267,12 +267,13 @@ CallResult create_texture(const Call<Real>& call, unsigned long long* out, const
 
 // What the guest has allocated there: a driver knows of the memory mapped there, if any is, and of all the
 // addresses around it.
-[[nodiscard]] inline std::optional<StableBlocks::Extent> extent_around(DevicePointer address) noexcept {
+[[nodiscard]] inline std::optional<Extent> extent_around(DevicePointer address) noexcept {
   if (const auto pooled = stream_pools().find(address))
-    return StableBlocks::Extent{reinterpret_cast<std::uintptr_t>(pooled->address), pooled->size.count()};
-  return stable_blocks().extent_around(address);
+    return Extent{reinterpret_cast<std::uintptr_t>(pooled->address), pooled->size.count()};
+  if (const auto block = stable_blocks().extent_around(address)) return block;
+  return overflow().extent_around(address);
 }
-// Neither is asked to be where it can be reached: the answer is known without.
+// None of them is asked to be where it can be reached: the answer is known without.
 template <typename Real>
 CallResult get_address_range(const Call<Real>& call, DevicePointer* base, std::size_t* bytes,
                              DevicePointer address) noexcept {

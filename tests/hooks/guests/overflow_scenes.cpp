@@ -105,6 +105,13 @@ void second_refusal() {
   say("again", ask_twice(&out, kLarge));
   say("host MiB", host_mib());
   say("free again", cudaFree(out));
+  // Of more than one handle.
+  Pointer base = 0;
+  std::size_t bytes = 0;
+  say("large", ask_twice(&out, 70 * kMiB));
+  say("range", cuMemGetAddressRange_v2(&base, &bytes, number(out) + 66 * kMiB));
+  say("of it", base == number(out) && bytes == 70 * kMiB);
+  say("free large", cudaFree(out));
   say("free kept", cudaFree(kept));
   say("room", cudaMalloc(&kept, 28 * kMiB));
   say("returned", return_unused() >= 20);
