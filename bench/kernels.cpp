@@ -29,9 +29,8 @@ struct Family {
   void (*add)(KernelBench&);
 };
 constexpr Family kFamilies[] = {
-    {"attention", add_attention_cases}, {"dsa", add_dsa_cases},
-    {"fp8", add_fp8_cases},             {"grouped", add_grouped_cases},
-    {"kda", add_kda_cases},             {"loss", add_loss_cases},
+    {"attention", add_attention_cases}, {"dsa", add_dsa_cases},   {"fp8", add_fp8_cases},
+    {"grouped", add_grouped_cases},     {"kda", add_kda_cases},   {"loss", add_loss_cases},
     {"routing", add_routing_cases},     {"rows", add_rows_cases},
 };
 
@@ -374,7 +373,8 @@ void Bench::measure(const std::string& name, const KernelCase& each) {
   }
   print_row(name, "seconds", seconds, "s", floor);
   if (floor && *floor > 0) print_row(name, "ratio_to_floor", seconds / *floor, "ratio", 1.0);
-  print_row(name, "scratch_bytes", static_cast<double>((scratch_->most() + scratch_beside_->most()).count()), "B", {});
+  print_row(name, "scratch_bytes", static_cast<double>((scratch_->most() + scratch_beside_->most()).count()),
+            "B", {});
 }
 
 // How many cases failed, or that no case has such a name.

@@ -1,10 +1,11 @@
-// A plain CUDA program that knows nothing of Terrace: its blocks, all of them used in every step, may be more than
-// the GPU has. bench/oversubscribed.py runs it with and without a budget.
+// A plain CUDA program that knows nothing of Terrace: its blocks, all of them used in every step, may be more
+// than the GPU has. bench/oversubscribed.py runs it with and without a budget.
 //
-//   for each step, for each block b:   block[b] = mix(block[b], block[b + 1])   `passes` times over, on one stream
+//   for each step, for each block b:   block[b] = mix(block[b], block[b + 1])   `passes` times over, on one
+//   stream
 //
-// Prints one JSON line: seconds a step, copy rates measured before, what the context takes, and a checksum of every
-// bit of every block. Linked with the static runtime.
+// Prints one JSON line: seconds a step, copy rates measured before, what the context takes, and a checksum of
+// every bit of every block. Linked with the static runtime.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -101,8 +102,10 @@ Rates measure_link() {
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     const double from = now();
     for (int i = 0; i < kTimes; ++i) {
-      if (way != Way::kDown) check(cudaMemcpyAsync(device[0], host[0], kBytes, cudaMemcpyHostToDevice, streams[0]), "copy");
-      if (way != Way::kUp) check(cudaMemcpyAsync(host[1], device[1], kBytes, cudaMemcpyDeviceToHost, streams[1]), "copy");
+      if (way != Way::kDown)
+        check(cudaMemcpyAsync(device[0], host[0], kBytes, cudaMemcpyHostToDevice, streams[0]), "copy");
+      if (way != Way::kUp)
+        check(cudaMemcpyAsync(host[1], device[1], kBytes, cudaMemcpyDeviceToHost, streams[1]), "copy");
     }
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     return kTimes * static_cast<double>(kBytes) * (way == Way::kBoth ? 2 : 1) / (now() - from);
@@ -151,9 +154,10 @@ int main(int argc, char** argv) {
   // The first half is for learning.
   std::vector<double> settled(steps.begin() + static_cast<std::ptrdiff_t>(steps.size() / 2), steps.end());
   std::sort(settled.begin(), settled.end());
-  std::printf("{\"step_seconds\": %.6f, \"h2d\": %.0f, \"d2h\": %.0f, \"both\": %.0f, \"context_bytes\": %zu, "
-              "\"checksum\": \"%016llx\", \"all_steps\": [",
-              settled[settled.size() / 2], link.h2d, link.d2h, link.both, context, result);
+  std::printf(
+      "{\"step_seconds\": %.6f, \"h2d\": %.0f, \"d2h\": %.0f, \"both\": %.0f, \"context_bytes\": %zu, "
+      "\"checksum\": \"%016llx\", \"all_steps\": [",
+      settled[settled.size() / 2], link.h2d, link.d2h, link.both, context, result);
   for (std::size_t i = 0; i < steps.size(); ++i) std::printf("%s%.6f", i == 0 ? "" : ", ", steps[i]);
   std::printf("]}\n");
   for (Word* block : blocks) check(cudaFree(block), "cudaFree");

@@ -16,7 +16,7 @@ enum class Phase : std::uint8_t {
   kForward,
   kRecompute,  // a layer's forward, run again in backward: decisions are replayed, cached outputs fetched
   kBackward,
-  kWarmUp,  // a forward pass alone, in which sparse layers look at all tokens and their indexers learn that
+  kWarmUp,    // a forward pass alone, in which sparse layers look at all tokens and their indexers learn that
   kEvaluate,  // a forward pass alone that leaves everything as it was
 };
 

@@ -1,4 +1,5 @@
-// A program with the CUDA runtime linked in: nothing of its calls can be intercepted but what reaches the driver.
+// A program with the CUDA runtime linked in: nothing of its calls can be intercepted but what reaches the
+// driver.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -25,14 +26,18 @@ int main() {
   cudaStream_t stream;
   if (failed("cudaStreamCreate", cudaStreamCreate(&stream))) return 1;
   unsigned* passing = nullptr;
-  if (failed("cudaMallocAsync", cudaMallocAsync(reinterpret_cast<void**>(&passing), kCount * sizeof(unsigned), stream)))
+  if (failed("cudaMallocAsync",
+             cudaMallocAsync(reinterpret_cast<void**>(&passing), kCount * sizeof(unsigned), stream)))
     return 1;
   if (failed("cudaFreeAsync", cudaFreeAsync(passing, stream))) return 1;
-  for (unsigned turn = 0; turn < 32; ++turn) mix<<<kCount / 256, 256, 0, stream>>>(blocks[turn % kBlocks], kCount, turn);
+  for (unsigned turn = 0; turn < 32; ++turn)
+    mix<<<kCount / 256, 256, 0, stream>>>(blocks[turn % kBlocks], kCount, turn);
   if (failed("the kernels", cudaStreamSynchronize(stream))) return 1;
   std::vector<unsigned> host(kCount);
   for (unsigned* block : blocks) {
-    if (failed("cudaMemcpy", cudaMemcpy(host.data(), block, kCount * sizeof(unsigned), cudaMemcpyDeviceToHost))) return 1;
+    if (failed("cudaMemcpy",
+               cudaMemcpy(host.data(), block, kCount * sizeof(unsigned), cudaMemcpyDeviceToHost)))
+      return 1;
     unsigned sum = 0;
     for (const unsigned value : host) sum = sum * 31 + value;
     std::printf("%u\n", sum);
