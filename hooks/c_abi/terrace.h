@@ -36,6 +36,8 @@ typedef enum terrace_result {
   TERRACE_INTERNAL = 11
 } terrace_result;
 
+/* Any int may be passed where one of the next three, or of terrace_purpose, is meant, and is looked at: their
+   last enumerators make them as wide. */
 typedef enum terrace_pool {
   TERRACE_WEIGHTS = 0,
   TERRACE_OPTIMIZER = 1,
@@ -43,18 +45,25 @@ typedef enum terrace_pool {
   TERRACE_ACTIVATION = 3,
   TERRACE_EXPERT = 4,
   TERRACE_COMM = 5,
-  TERRACE_SCRATCH = 6
+  TERRACE_SCRATCH = 6,
+  TERRACE_POOL_IS_AN_INT = 0x7fffffff
 } terrace_pool;
 
 typedef enum terrace_site_kind {
   TERRACE_MATMUL = 0,
   TERRACE_GMM = 1,
   TERRACE_ATTENTION = 2,
-  TERRACE_SCAN = 3
+  TERRACE_SCAN = 3,
+  TERRACE_SITE_KIND_IS_AN_INT = 0x7fffffff
 } terrace_site_kind;
 
 /* What an output is made of; numbers may travel packed where swapcore.spill_format says so. */
-typedef enum terrace_element { TERRACE_OPAQUE = 0, TERRACE_F32 = 1, TERRACE_BF16 = 2 } terrace_element;
+typedef enum terrace_element {
+  TERRACE_OPAQUE = 0,
+  TERRACE_F32 = 1,
+  TERRACE_BF16 = 2,
+  TERRACE_ELEMENT_IS_AN_INT = 0x7fffffff
+} terrace_element;
 
 typedef struct terrace_options {
   size_t struct_size;

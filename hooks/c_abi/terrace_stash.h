@@ -26,7 +26,8 @@ typedef enum terrace_purpose {
   TERRACE_FOR_ACTIVATION = 0, /* what backward will read */
   TERRACE_FOR_OPTIMIZER = 1,  /* what an update will read and write */
   TERRACE_FOR_GRADIENT = 2,
-  TERRACE_FOR_WEIGHTS = 3
+  TERRACE_FOR_WEIGHTS = 3,
+  TERRACE_PURPOSE_IS_AN_INT = 0x7fffffff
 } terrace_purpose;
 
 typedef struct terrace_stash_options {
