@@ -14,7 +14,7 @@
 
 namespace terrace::test {
 
-PageCollector::PageCollector(Bytes hbm_budget) : hbm_budget_(hbm_budget) {
+PageCollector::PageCollector(Bytes hbm_budget, AskBack ask) : hbm_budget_(hbm_budget), ask_(ask) {
   std::string pattern = (std::filesystem::temp_directory_path() / "terrace-hooks-XXXXXX").string();
   if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("no temporary folder");
   folder_ = pattern;
@@ -69,10 +69,10 @@ void PageCollector::answer(WireConnection& connection) {
     if (hbm) leased_ += granted;
     leased_peak_ = std::max(leased_peak_, leased_);
     (void)connection.send(LeaseGrant{request->tier, 0, granted.count(), leased_.count()}, asked->sequence);
-    if (leased_ < ask_back_at_) return;
-    ask_back_at_ = Bytes(1ULL << 50);
-    hbm_budget_ = target_;
-    (void)connection.send(ShrinkRequest{request->tier, 5000, 1, target_.count()}, 0);
+    if (leased_ < ask_.leased) return;
+    ask_.leased = kNever;
+    hbm_budget_ = ask_.target;
+    (void)connection.send(ShrinkRequest{request->tier, 5000, 1, ask_.target.count()}, 0);
   } else if (const auto* reply = std::get_if<ShrinkReply>(&asked->message)) {
     leased_ -= Bytes(reply->released);
     answered_ += Bytes(reply->released);

@@ -14,10 +14,15 @@ namespace terrace::test {
 
 class PageCollector {
  public:
-  explicit PageCollector(Bytes hbm_budget = Bytes(1ULL << 50));
+  static constexpr Bytes kNever{1ULL << 50};
+  // Once so much HBM is `leased`, whoever has it is asked to come down to `target`.
+  struct AskBack {
+    Bytes leased = kNever;
+    Bytes target{};
+  };
+  explicit PageCollector(Bytes hbm_budget = kNever) : PageCollector(hbm_budget, AskBack()) {}
+  PageCollector(Bytes hbm_budget, AskBack ask);
   ~PageCollector();
-  // Once so much HBM is leased, whoever has it is asked to come down to `target`. Before the guest starts.
-  void ask_back_at(Bytes leased, Bytes target) { ask_back_at_ = leased, target_ = target; }
   // What was given back as an answer to that; after collect().
   [[nodiscard]] Bytes answered() const { return answered_; }
   [[nodiscard]] const std::string& socket() const { return path_; }
@@ -41,7 +46,8 @@ class PageCollector {
   std::vector<std::unique_ptr<SharedPageReader>> pages_;
   std::vector<std::string> devices_;
   Bytes hbm_budget_, leased_, leased_peak_, released_;
-  Bytes ask_back_at_ = Bytes(1ULL << 50), target_, answered_;
+  AskBack ask_;
+  Bytes answered_;
   std::thread thread_;
 };
 

@@ -233,8 +233,7 @@ TEST(PreloadStable, HbmAndDdrFullIsOutOfMemoryAndALineThatHelps) {
 }
 
 TEST(PreloadStable, GivesTheDaemonBackWhatItAsksFor) {
-  PageCollector collector(96_MiB);
-  collector.ask_back_at(90_MiB, 80_MiB);
+  PageCollector collector(96_MiB, {.leased = 90_MiB, .target = 80_MiB});
   const Ended ended = run_guest("shrinks", small({"TERRACE_SOCKET=" + collector.socket()}));
   collector.collect();
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
