@@ -8,7 +8,6 @@
 namespace terrace {
 namespace {
 
-using test::bare_guest;
 using test::Ended;
 using test::PageCollector;
 using test::preloaded_guest;
