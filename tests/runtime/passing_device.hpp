@@ -1,15 +1,16 @@
-// An emulated device as it is. Test doubles derive from it, and say what they do in another way.
+// A device as it is. Test doubles derive from it, and say what they do in another way.
 #pragma once
 
 #include <utility>
 
-#include "runtime/emulated/emulated_device.hpp"
+#include "runtime/device.hpp"
+#include "runtime/ring_exchange.hpp"
 
 namespace terrace {
 
 class PassingDevice : public Device {
  public:
-  explicit PassingDevice(EmulatedDevice& inner) : inner_(inner) {}
+  explicit PassingDevice(Device& inner) : inner_(inner) {}
 
   const DeviceInfo& info() const override { return inner_.info(); }
   Result<Address> reserve(Bytes size) override { return inner_.reserve(size); }
@@ -64,7 +65,7 @@ class PassingDevice : public Device {
   Status bind_thread() override { return inner_.bind_thread(); }
 
  private:
-  EmulatedDevice& inner_;
+  Device& inner_;
 };
 
 }  // namespace terrace
