@@ -371,10 +371,10 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
     account.lent += lent;
     return lent;
   }
-  wanted = take_own_ddr(wanted);
-  Bytes granted = wanted;
   const std::lock_guard lock(account.mutex);
   if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
+  wanted = take_own_ddr(wanted);
+  Bytes granted = wanted;
   if (!account.unknown && account.lease->link != nullptr && wanted > 0_B) {
     const auto answer = account.lease->link->request(TierId::kDdr, wanted);
     if (answer) granted = std::min(*answer, wanted);
@@ -456,6 +456,9 @@ LinkTime* Wall::link_time(int device) noexcept {
 void Wall::start_again_in_child() noexcept {
   for (Account& account : accounts_) new (&account) Account;
   page_attached_.store(false);
+  own_ddr_.store(0);
+  if (books_.load() != Books::kOpen)
+    books_.store(Books::kClosed);  // whoever was opening them is the parent's
 }
 
 }  // namespace terrace::hooks

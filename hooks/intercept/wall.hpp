@@ -112,10 +112,10 @@ class Wall {
     Bytes ceiling;               // what the daemon has asked to come down to,
     Nanoseconds ceiling_ends{};  // and until when no more than that, or the lease, is counted on
     bool comes_down = false;     // just now
-    std::array<Bytes, 4>
-        told_context{};  // what the device's books had beside what was charged, the last times,
+    // What the device's books had beside what was charged, the last times, and when they are asked again.
+    std::array<Bytes, 4> told_context{};
     std::size_t looks = 0;
-    Nanoseconds told_until{};  // and when they are asked again
+    Nanoseconds told_until{};
     std::unique_ptr<SharedPage> page;
     std::unique_ptr<DaemonLink> link;
     bool led = false;  // set_limit() says what it is

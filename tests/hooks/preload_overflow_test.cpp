@@ -134,7 +134,7 @@ TEST(PreloadOverflow, PeersReachItAChildHasNoneAndAResetEndsIt) {
   const Ended shared = run_guest("overflow-peers", with_torch());
   EXPECT_EQ(value_of(shared, "enable"), 0);
   EXPECT_THAT(values_of(shared, "access"), ElementsAre(3, 3)) << "what there was, and what comes";
-  const Ended forked = run_guest("overflow-forked", with_torch());
+  const Ended forked = run_guest("overflow-forked", with_torch({"TERRACE_DDR_BUDGET=32MiB"}));
   EXPECT_EQ(value_of(forked, "child"), 0);
   EXPECT_EQ(value_of(forked, "alive"), 20);
   EXPECT_EQ(value_of(forked, "free"), 0);

@@ -256,7 +256,13 @@ void forked() {
   void* out = nullptr;
   say("malloc", ask_twice(&out, kLarge));
   const pid_t child = fork();
-  if (child == 0) _exit(alive() == 0 && return_unused() == 0 ? 0 : 1);
+  if (child == 0) {
+    if (alive() != 0 || return_unused() != 0) _exit(1);
+    // All of the policy's DDR is its own.
+    void* own = nullptr;
+    (void)cudaMalloc(&own, 28 * kMiB);
+    _exit(ask_twice(&own, kLarge) == 0 && alive() == 20 ? 0 : 2);
+  }
   int status = -1;
   waitpid(child, &status, 0);
   say("child", status);
