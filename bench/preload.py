@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -31,6 +32,8 @@ MODES = {  # what the scripts are asked for
 }
 # (case, budget in GiB, as a share of the script's peak in a quick run)
 PRESSURE = (("gpt-plain", 48, 0.83), ("gpt-plain", 40, 0.69), ("gpt-plain", 28, 0.49), ("moe", 68, 0.88), ("moe", 62, 0.80))
+SMALL = ["--layers", "4"]
+PHASES = ("phases.py",)
 PARTS = ("bits", "pressure", "idle", "shared")
 EMULATED_LINK = 8e9  # bytes a second, each direction: hooks/c_abi/stash_abi.cpp
 QUICK = {GPT: "--layers 3 --dim 128 --heads 4 --batch 8 --seq 128 --vocab 256 --steps 3 --warmup 2".split(),
@@ -72,9 +75,10 @@ def first_difference(got, expected):
 
 
 def device_bytes():
-    """Bytes in use on the first GPU, by all processes; None where nobody tells."""
+    """Bytes in use on the first GPU that programs see, by all processes; None where nobody tells."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     try:
-        said = subprocess.run(["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        said = subprocess.run(["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
                               capture_output=True, text=True, check=True).stdout
         return int(said) << 20
     except (OSError, ValueError, subprocess.CalledProcessError):
@@ -87,6 +91,32 @@ def ratio_of(rounds):
 
 def median_ms(rounds, side):
     return statistics.median(each[side]["ms_per_step"] for each in rounds)
+
+
+class Turns:
+    """Runs that begin side by side and take their steps one after the other, in their order."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.done = 0  # runs, from the first on
+        self.failed = False
+        self.changed = threading.Condition()
+
+    def file(self, at):
+        return self.folder / str(at)
+
+    def take(self, at, run):
+        """What `run` gives, called with what turn.py is to get; {} where one before it gave nothing."""
+        if at == 0:
+            self.file(0).touch()
+        said = {} if self.failed else run((str(self.file(at)), str(self.file(at + 1))))
+        with self.changed:
+            self.failed = self.failed or not said
+            self.changed.wait_for(lambda: self.done == at)
+            self.done += 1
+            self.file(at + 1).touch()
+            self.changed.notify_all()
+        return said
 
 
 class Bench:
@@ -104,16 +134,17 @@ class Bench:
         path.write_text(f'version = 1\n[hbm]\nbudget = "{int(budget) >> 10}KiB"\nreserve = "0"\n[optimizer]\ntier = "{tier}"\n')
         return path
 
-    def run(self, case, more=(), budget=None, tier="auto", phases=False):
+    def run(self, case, more=(), budget=None, tier="auto", through=()):
         """What the script printed, as dictionaries in one; {} and a word on stderr where it failed."""
         with tempfile.TemporaryDirectory() as folder:
-            return self.run_in(Path(folder), case, more, budget, tier, phases)
+            return self.run_in(Path(folder), case, more, budget, tier, through)
 
-    def run_in(self, folder, case, more, budget, tier, phases):
+    def run_in(self, folder, case, more, budget, tier, through=()):
+        """`through`: a script of bench/clients/ and its arguments, that runs the case's."""
         script, arguments = MODES[case]
         command = [self.python]
-        if phases:
-            command.append(str(ROOT / "bench" / "clients" / "phases.py"))
+        if through:
+            command += [str(ROOT / "bench" / "clients" / through[0]), *through[1:]]
         command += [str(self.clients / script), *arguments, *(QUICK[script] if self.quick else []), *more]
         environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONDONTWRITEBYTECODE": "1"}
         if budget is not None:
@@ -130,7 +161,7 @@ class Bench:
                 said.update(json.loads(line))
         if ended.returncode != 0 or "losses" not in said:
             print(f"preload: {case} failed with exit code {ended.returncode}: {' '.join(command)}\n"
-                  f"preload: {last_words(ended.stderr)}", file=sys.stderr)
+                  f"preload: {last_words(ended.stderr)}; {'its losses had come' if 'losses' in said else 'no losses had come'}", file=sys.stderr)
             self.bad = True
             return {}
         return said
@@ -144,15 +175,15 @@ class Bench:
 
     def measure_peak(self, case, more):
         unlimited = (1 << 40) if self.options.device != "emulated" else (2 << 30)
-        plain = self.run(case, more, phases=True)
+        plain = self.run(case, more, through=PHASES)
         if plain and plain["peak_bytes"] is None:  # nobody knows it on a CPU but the plugin
-            plain["peak_bytes"] = self.run(case, more, unlimited, phases=True).get("peak_bytes")
+            plain["peak_bytes"] = self.run(case, more, unlimited, through=PHASES).get("peak_bytes")
         return plain, plain.get("peak_bytes")
 
     # ------------------------------------------------------------ parts
 
     def bits(self):
-        sizes = {"small": ("@4-layers", ["--layers", "4"]), "full": ("", [])}
+        sizes = {"small": ("@4-layers", SMALL), "full": ("", [])}
         if self.quick:
             sizes = {"full": sizes["full"]}
         elif self.options.size:
@@ -203,22 +234,25 @@ class Bench:
                 print_row(name, "terrace", "ms_per_step", median_ms(rounds, "terrace"), "ms", floor * median_ms(rounds, "plain"))
 
     def idle(self):
+        size = ""
+        if self.options.size == "small" and not self.quick:
+            self.more, size = [*self.more, *SMALL], "@4-layers"
         for case in self.chosen(("gpt-plain", "gpt-checkpoint", "moe", "moe-checkpoint")):
             _, peak = self.peak(case, self.more)
             rounds = self.rounds(case, self.options.pairs or 30, peak * 2) if peak else []
             if rounds:
-                print_row(f"{case}@no-pressure", "terrace", "step_time_ratio", ratio_of(rounds), "ratio", 1.0)
+                print_row(f"{case}{size}@no-pressure", "terrace", "step_time_ratio", ratio_of(rounds), "ratio", 1.0)
 
     def shared(self):
         """Two scripts, which together need a third more than the device's budget."""
         cases = ("gpt-plain", "moe") if self.options.case is None else (self.options.case,) * 2
-        more = ["--deterministic", *([] if self.quick else ["--layers", "4"])]
+        more = ["--deterministic", *([] if self.quick else SMALL)]
         plain = [self.peak(case, more) for case in cases]
         if not all(peak for _, peak in plain):
             return
         budget, before, most = sum(peak for _, peak in plain) * 3 // 4, device_bytes(), 0
         with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(self.run_in, Path(folder), case, more, budget, self.options.tier, False) for case in cases]
+            running = [pool.submit(self.run_in, Path(folder), case, more, budget, self.options.tier) for case in cases]
             while not all(one.done() for one in running):
                 most = max(most, (device_bytes() or 0) - (before or 0))
                 time.sleep(0.05)
@@ -233,12 +267,22 @@ class Bench:
     def rounds(self, case, count, budget, peer=None):
         """What each said in each round, all of which take turns at being first; [] where one failed."""
         sides = {"plain": (case, None), "terrace": (case, budget), **({"peer": (peer, None)} if peer else {})}
-        rounds = []
-        for turn in range(count):
-            order = sorted(sides, key=lambda side: (list(sides).index(side) - turn) % len(sides))
-            rounds.append({side: self.run(sides[side][0], self.more, sides[side][1], self.options.tier) for side in order})
-            if not all(rounds[-1].values()):
-                return []
+        names = list(sides)
+        order = [(turn, names[(place + turn) % len(names)]) for turn in range(count) for place in range(len(names))]
+
+        def asked_of(at):
+            case, budget = sides[order[at][1]]
+            return case, self.more, budget
+
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(self.options.jobs) as pool:
+            turns = Turns(Path(folder))
+            said = list(pool.map(lambda at: turns.take(at, lambda files: self.run(
+                *asked_of(at), self.options.tier, ("turn.py", *files))), range(len(order))))
+        if not all(said):
+            return []
+        rounds = [{} for _ in range(count)]
+        for (turn, side), one in zip(order, said):
+            rounds[turn][side] = one
         return rounds
 
     def chosen(self, cases):
@@ -258,10 +302,11 @@ def main():
     parser.add_argument("--pairs", type=int, help="3 under pressure and 30 without, where none is given")
     parser.add_argument("--deterministic", action="store_true", help="in the pairs too")
     parser.add_argument("--quick", action="store_true", help="tiny models, budgets as shares of their peaks")
-    parser.add_argument("--size", choices=["small", "full"], help="of the bits part: 4 layers, or as the scripts are; both "
-                        "where none is named")
+    parser.add_argument("--size", choices=["small", "full"], help="4 layers, or as the scripts are: both in the bits part "
+                        "where none is named, and full without pressure")
     parser.add_argument("--steps", type=int, help="of the bits part, and one before them, instead of the scripts' own")
-    parser.add_argument("--jobs", type=int, default=1, help="scripts that run side by side in the bits part")
+    parser.add_argument("--jobs", type=int, default=1, help="scripts that run side by side in the bits part; of pairs, those "
+                        "that have begun, of which one takes its steps")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error("--jobs: at least 1")

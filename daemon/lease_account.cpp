@@ -83,6 +83,12 @@ void LeaseAccount::grant(Member& member, Bytes bytes) {
 
 Bytes LeaseAccount::request(ClientId client, Bytes wanted, Unmet unmet, Time now) {
   Member& asking = member(client);
+  if (unmet == Unmet::kKeep && wanted == 0_B) {  // withdrawn
+    asking.keeps = false;
+    asking.waiting = 0_B;
+    changed_ = true;
+    return 0_B;
+  }
   const Bytes kept = unmet == Unmet::kKeep ? 0_B : asking.waiting;
   if (all_is_well(wanted)) {
     asking.keeps = asking.keeps || unmet == Unmet::kKeep;

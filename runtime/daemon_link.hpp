@@ -79,8 +79,8 @@ class DaemonLink {
   // zero. Errors: kNotFound (no daemon now), kTimeout, kIo, kProtocol; then the lease is unchanged.
   [[nodiscard]] Result<Bytes> request(TierId tier, Bytes bytes) noexcept;
   // The same, and what can't be granted stays asked for: it adds to lease() later, also by a successor of the
-  // daemon, until another such request replaces it. Waits up to `patience` while others make room. Returns
-  // what was granted by then.
+  // daemon, until another such request replaces it (one of 0 B: nothing is asked for any more). Waits up to
+  // `patience` while others make room. Returns what was granted by then.
   [[nodiscard]] Result<Bytes> request_and_keep(TierId tier, Bytes bytes,
                                                std::chrono::milliseconds patience) noexcept;
   // Gives bytes back, at most the lease. Doesn't wait.

@@ -68,7 +68,8 @@ struct Welcome {
 // What becomes of the part of a request that can't be granted at once.
 enum class Unmet : std::uint32_t {
   kForget = 0,
-  kKeep = 1,  // it waits, others are asked to make room, and grants follow; the next request replaces it
+  kKeep = 1,  // it waits, others are asked to make room, and grants follow; the next kept one replaces it: of
+              // 0 B, withdraws it
 };
 struct LeaseRequest {
   std::uint32_t tier = 0;

@@ -19,6 +19,8 @@ constinit Wall the_wall;
 
 // A guest waits no longer for a daemon that doesn't answer.
 constexpr std::chrono::milliseconds kPatience{2000};
+// And no longer for others to make room than the daemon waits for their answer.
+constexpr std::chrono::seconds kRoomPatience{10};
 // After the daemon has asked for less, what it has taken is not counted on for so long.
 constexpr std::chrono::seconds kCeilingHolds{5};
 // How long the device's books are taken at their word.
@@ -49,6 +51,7 @@ bool Wall::charge(int device, Bytes bytes, Reclaim reclaim) noexcept {
     bool charged = grow(account, device, bytes);
     if (reclaim == Reclaim::kNot) return charged;  // the caller may hold locks
     if (open_books_if_wanted() && !charged) charged = grow(account, device, bytes);
+    if (!charged && others_make_room(account, bytes)) charged = grow(account, device, bytes);
     if (charged || source_.reclaim == nullptr) return charged;
     return source_.reclaim(device, bytes) > 0_B && grow(account, device, bytes);
   } catch (...) {  // no memory for our own notes: the driver decides
@@ -80,6 +83,7 @@ bool Wall::grow(Account& account, int device, Bytes bytes) {
     return true;
   }
   Lease& lease = *account.lease;
+  take_grants(lease);
   measure_context(account, device);
   publish(account);
   const Bytes needed = Bytes(account.charged.load()) + lease.context + bytes;
@@ -88,7 +92,7 @@ bool Wall::grow(Account& account, int device, Bytes bytes) {
   if (!absurd && needed > lease.lease) {
     if (needed > lease.budget) return false;
     const Bytes step = round_up(std::max(needed - lease.lease, lease.budget / kStepShare), 1_MiB);
-    lease.lease += obtain(lease, std::min(step, lease.budget - lease.lease));
+    obtain(lease, std::min(step, lease.budget - lease.lease));
     publish(account);
   }
   const std::uint64_t now = account.charged.fetch_add(bytes.count()) + bytes.count();
@@ -98,11 +102,43 @@ bool Wall::grow(Account& account, int device, Bytes bytes) {
 }
 
 // What the daemon grants of `wanted`. Without one the policy alone decides.
-Bytes Wall::obtain(Lease& lease, Bytes wanted) {
-  if (lease.link == nullptr) return wanted;
-  if (lease.led) return 0_B;
-  const auto granted = lease.link->request(TierId::kHbm, wanted);
-  return granted ? *granted : wanted;
+void Wall::obtain(Lease& lease, Bytes wanted) {
+  if (lease.led) return;
+  if (lease.link != nullptr && lease.link->request(TierId::kHbm, wanted)) return take_grants(lease);
+  lease.lease += wanted;
+}
+
+void Wall::take_grants(Lease& lease) {
+  if (lease.link == nullptr || lease.led) return;
+  lease.lease = std::max(lease.lease, std::min(lease.link->lease(TierId::kHbm), lease.budget));
+}
+
+bool Wall::others_make_room(Account& account, Bytes bytes) {
+  const std::lock_guard one_at_a_time(account.others_mutex);
+  DaemonLink* link = nullptr;
+  Bytes before, missing;
+  {
+    const std::lock_guard lock(account.mutex);
+    if (account.lease == nullptr || account.lease->led || account.lease->link == nullptr) return false;
+    const Lease& lease = *account.lease;
+    const Bytes needed = Bytes(account.charged.load()) + lease.context + bytes;
+    if (needed > lease.budget) return false;
+    if (needed <= lease.lease) return true;
+    link = lease.link.get();
+    before = lease.lease;
+    missing = std::min(std::max(needed - before, lease.budget / kStepShare), lease.budget - before);
+  }
+  (void)link->request_and_keep(TierId::kHbm, missing, kRoomPatience);
+  (void)link->request_and_keep(TierId::kHbm, 0_B, {});  // what has not come by now is wanted no more
+  const std::lock_guard lock(account.mutex);
+  Lease& lease = *account.lease;
+  if (lease.led) {  // by now somebody else leases
+    link->release(TierId::kHbm, link->lease(TierId::kHbm));
+    return true;
+  }
+  take_grants(lease);
+  publish(account);
+  return lease.lease > before;
 }
 
 bool Wall::open(Account& account, int device) {
@@ -173,6 +209,7 @@ void Wall::hold_less(Account& account, int device, const DaemonLink::Ask& ask) n
   if (excess > 0_B && source_.reclaim != nullptr) (void)source_.reclaim(device, excess);
   const std::lock_guard lock(account.mutex);
   Lease& lease = *account.lease;
+  take_grants(lease);
   const Bytes before = lease.lease;
   lease.comes_down = false;
   if (hbm && !lease.led) {
@@ -257,6 +294,7 @@ void Wall::give_back_excess(Account& account) noexcept {
   if (!lock || account.lease == nullptr || account.lease->link == nullptr) return;
   if (account.lease->led) return;
   Lease& lease = *account.lease;
+  take_grants(lease);
   const Bytes step = std::max(lease.budget / kStepShare, 1_MiB);
   const Bytes kept_for_use = Bytes(account.charged.load()) + lease.context + step * 2;
   if (lease.lease < kept_for_use + step) return;
@@ -371,19 +409,33 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
     account.lent += lent;
     return lent;
   }
-  const std::lock_guard lock(account.mutex);
-  if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
-  wanted = take_own_ddr(wanted);
-  Bytes granted = wanted;
-  if (!account.unknown && account.lease->link != nullptr && wanted > 0_B) {
-    const auto answer = account.lease->link->request(TierId::kDdr, wanted);
-    if (answer) granted = std::min(*answer, wanted);
+  DaemonLink* link = nullptr;
+  {
+    const std::lock_guard lock(account.mutex);
+    if (account.lease == nullptr && !account.unknown) account.unknown = !open(account, device);
+    if (!account.unknown) link = account.lease->link.get();
   }
+  wanted = take_own_ddr(wanted);
+  const Bytes granted = link == nullptr ? wanted : obtain_ddr(*link, account.own, wanted);
   own_ddr_.fetch_sub((wanted - granted).count());
   account.own += granted;
   return granted;
 } catch (...) {
   return {};
+}
+
+// What the daemon grants of `wanted` on top of `own`, at once or when others have made room. Without one the
+// policy alone decides.
+Bytes Wall::obtain_ddr(DaemonLink& link, Bytes own, Bytes wanted) {
+  if (wanted == 0_B) return wanted;
+  const auto at_once = link.request(TierId::kDdr, wanted);
+  if (!at_once) return wanted;
+  if (*at_once >= wanted) return wanted;
+  (void)link.request_and_keep(TierId::kDdr, wanted - *at_once, kRoomPatience);
+  (void)link.request_and_keep(TierId::kDdr, 0_B, {});  // what has not come by now is wanted no more
+  const Bytes granted = std::clamp(saturating_sub(link.lease(TierId::kDdr), own), *at_once, wanted);
+  link.release(TierId::kDdr, saturating_sub(link.lease(TierId::kDdr), own + granted));
+  return granted;
 }
 
 // Of the policy's DDR, which all devices share, as much of `wanted` as is left.

@@ -130,19 +130,26 @@ class Wall {
     std::atomic<const DaemonLink*> link{nullptr};  // of the lease, for readers without the lock
     std::atomic<LinkTime*> link_time{nullptr};     // made by the first who asks
     bool unknown = false;                          // nobody can tell about this device: its bytes pass
-    std::mutex lender_mutex;                       // before mutex and the locks of the lender: the next three
+    std::mutex others_mutex;  // before mutex: one at a time waits for others to make room
+    std::mutex lender_mutex;  // before mutex and the locks of the lender: the next three
     DdrLender lender{};
     Bytes lent, own;  // of the DDR that is leased: by him, and else
   };
   static bool note_peak(Account& account, std::uint64_t now) noexcept;
   [[nodiscard]] bool grow(Account& account, int device, Bytes bytes);
   bool open_books_if_wanted();
+  // Where the daemon has no more of what the budget leaves: waits, without a lock, until other processes have
+  // made room or there is none to come. Whether there is more than before.
+  bool others_make_room(Account& account, Bytes bytes);
+  // What was granted since, also unasked, is the lease.
+  static void take_grants(Lease& lease);
   [[nodiscard]] bool open(Account& account, int device);
   void join_daemon(Account& account, int device, Lease& lease);
   void hold_less(Account& account, int device, const DaemonLink::Ask& ask) noexcept;
   void measure_context(Account& account, int device);
   [[nodiscard]] Bytes context_beside_others(Account& account, const DeviceFacts& facts);
-  [[nodiscard]] Bytes obtain(Lease& lease, Bytes wanted);
+  static void obtain(Lease& lease, Bytes wanted);
+  [[nodiscard]] static Bytes obtain_ddr(DaemonLink& link, Bytes own, Bytes wanted);
   [[nodiscard]] Bytes take_own_ddr(Bytes wanted) noexcept;
   void return_own_ddr(Account& account, Bytes bytes);
   static void publish(Account& account);

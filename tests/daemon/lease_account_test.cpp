@@ -52,6 +52,22 @@ TEST_F(LeaseAccountTest, WhoHoldsTooMuchIsAskedAndWhoWaitsGetsIt) {
   EXPECT_EQ(events[0].bytes, 50_B);
 }
 
+TEST_F(LeaseAccountTest, AKeptRequestOfNothingWithdrawsWhatIsWaitedFor) {
+  account_.enter(kOne, "a", 0_B);
+  account_.enter(kTwo, "b", 0_B);
+  EXPECT_EQ(keep(kOne, 100_B), 100_B);
+  EXPECT_EQ(keep(kTwo, 30_B), 0_B);
+  const auto asked = settle();
+  ASSERT_EQ(asked.size(), 1U);
+  EXPECT_EQ(keep(kTwo, 0_B), 0_B);
+  EXPECT_EQ(account_.waiting(kTwo), 0_B);
+  EXPECT_EQ(account_.answer(kOne, asked[0].ask, 30_B, Time(1)), 30_B);
+  for (const LeaseEvent& event : settle(Time(1))) EXPECT_NE(event.client, kTwo) << "nobody waits there any more";
+  EXPECT_EQ(account_.leased(kTwo), 0_B);
+  EXPECT_EQ(keep(kTwo, 20_B), 0_B) << "the first has what it gave, and is asked again later";
+  EXPECT_EQ(keep(kTwo, 0_B), 0_B);
+}
+
 // What is waited for is added up over clients and jobs.
 TEST_F(LeaseAccountTest, WhoAsksForMoreThanThereCouldBeTakesNothingFromOthers) {
   account_.enter(kOne, "a", 0_B);

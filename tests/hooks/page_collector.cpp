@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 namespace terrace::test {
 
@@ -68,7 +69,17 @@ void PageCollector::answer(WireConnection& connection) {
         hbm ? std::min(Bytes(request->wanted), hbm_budget_ - leased_) : Bytes(request->wanted);
     if (hbm) leased_ += granted;
     leased_peak_ = std::max(leased_peak_, leased_);
-    (void)connection.send(LeaseGrant{request->tier, 0, granted.count(), leased_.count()}, asked->sequence);
+    const bool coming =
+        hbm && request->unmet == Unmet::kKeep && request->wanted > granted.count() && ask_.others_give > 0_B;
+    (void)connection.send(LeaseGrant{request->tier, coming ? 1U : 0U, granted.count(), leased_.count()},
+                          asked->sequence);
+    if (coming) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      const Bytes given = std::exchange(ask_.others_give, 0_B);
+      hbm_budget_ += given;
+      leased_ += given;
+      (void)connection.send(LeaseGrant{request->tier, 0, given.count(), leased_.count()}, 0);
+    }
     if (leased_ < ask_.leased) return;
     ask_.leased = kNever;
     hbm_budget_ = ask_.target;

@@ -19,6 +19,8 @@ class PageCollector {
   struct AskBack {
     Bytes leased = kNever;
     Bytes target{};
+    Bytes others_give{};  // what others make room for, after a while, once somebody waits for more than there
+                          // is
   };
   explicit PageCollector(Bytes hbm_budget = kNever) : PageCollector(hbm_budget, AskBack()) {}
   PageCollector(Bytes hbm_budget, AskBack ask);

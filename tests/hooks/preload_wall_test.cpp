@@ -107,6 +107,14 @@ TEST(PreloadWall, TheDaemonsWordIsTheLimit) {
   EXPECT_EQ(test::value_in<Metric::kBudgetBytes>(*pages[0], TierId::kHbm), (1_GiB).count());
 }
 
+TEST(PreloadWall, OthersAreWaitedForBeforeAProcessIsRefusedWhatItsBudgetLeaves) {
+  PageCollector collector(500_MiB, {.others_give = 256_MiB});
+  const Ended ended = run_guest("wall", with_gibibyte({"TERRACE_SOCKET=" + collector.socket()}));
+  (void)collector.collect();
+  EXPECT_EQ(value_of(ended, "blocks"), 5) << "three of what was free, and two of what came: " << ended.err;
+  EXPECT_EQ(value_of(ended, "no more"), kOutOfMemory);
+}
+
 TEST(PreloadWall, ThreadsDoNotGetOverIt) {
   const Ended ended = run_guest("threads-at-the-wall", with_gibibyte());
   EXPECT_THAT(ended.out, testing::Not(HasSubstr("over the wall")));

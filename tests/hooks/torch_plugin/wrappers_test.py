@@ -1,10 +1,13 @@
 """What the plugin stands in front of, one by one, without a stash."""
 
 import queue
+import threading
 import unittest
 from unittest import mock
 
 import torch
+from terrace.torch.saved_tensors import SavedTensors
+from terrace.torch.torch_versions import TELLS_TOP_HOOKS, push_default_hooks
 from terrace.torch.wrappers import OTHER_ALLOCATOR, Wrappers
 
 
@@ -42,6 +45,44 @@ class OtherAllocator(unittest.TestCase):
                     torch.cuda.memory_snapshot()
                 self.assertNotIn("terrace", str(caught.exception))
                 self.wrappers.undo()
+
+
+class Threads(unittest.TestCase):
+    """What a thread holds of PyTorch's default hooks it lets go when join() has returned: at the end of a process, too
+    late."""
+
+    def setUp(self):
+        self.weights = mock.Mock(active=False)
+        self.saved = SavedTensors(lambda device: None, "cpu", 1 << 20, self.weights)
+        self.wrappers = Wrappers()
+        self.wrappers.threads_begin_and_end_with(self.saved.install, self.saved.remove)
+        self.addCleanup(lambda: self.wrappers.undo())
+
+    def run_whole(self, target):
+        """What was installed in the target, and when the thread was about to be over."""
+        seen, saved = [], self.saved
+
+        class Watched(threading.Thread):
+            def _bootstrap_inner(self):
+                super()._bootstrap_inner()
+                seen.append(saved.installed)
+
+        with mock.patch.object(threading, "excepthook", lambda args: None):
+            thread = Watched(target=lambda: (seen.append(saved.installed), target()))
+            thread.start()
+            thread.join()
+        return seen
+
+    def test_hooks_are_there_from_the_first_line_to_the_last(self):
+        self.assertEqual(self.run_whole(lambda: None), [True, False])
+
+    def test_also_where_it_ends_with_an_error(self):
+        self.assertEqual(self.run_whole(lambda: 1 // 0), [True, False])
+
+    def test_the_programs_own_hooks_stay_where_they_are(self):
+        if not TELLS_TOP_HOOKS:
+            self.skipTest("this PyTorch does not tell whose hooks are on top")
+        self.assertEqual(self.run_whole(lambda: push_default_hooks(lambda t: t, lambda t: t)), [True, True])
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Plugin:
         Parameters.on_register = self._on_register
         self.states.watch()
         self.saved.install()
-        self._wrappers.threads_begin_with(self.saved.install)
+        self._wrappers.threads_begin_and_end_with(self.saved.install, self.saved.remove)
         self._wrappers.transforms_without(self.saved)
         self._wrappers.before_weights_are_read_elsewhere(self.weights.end)
         self._wrappers.before_capture(self._before_capture)

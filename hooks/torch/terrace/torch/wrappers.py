@@ -28,13 +28,18 @@ class Wrappers:
         setattr(owner, name, make(original))
         self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, original))
 
-    def threads_begin_with(self, call):
-        """Default hooks belong to a thread: those that start from here on get them too."""
+    def threads_begin_and_end_with(self, begin, end):
+        """Default hooks belong to a thread: those that start from here on get them too. They go before it ends: what a
+        thread holds of Python's it lets go after join() has returned, and where the process ends meanwhile that is
+        fatal."""
 
         def make(original):
             def bootstrap(thread):
-                call()
-                original(thread)
+                begin()
+                try:
+                    original(thread)
+                finally:
+                    end()
 
             return bootstrap
 
