@@ -20,6 +20,7 @@
 #include "hooks/intercept/cuda/stream_pools.hpp"
 
 extern "C" {
+int cuInit(unsigned flags);
 int cuDevicePrimaryCtxRetain(void** context, int device);
 int cuCtxSetCurrent(void* context);
 }
@@ -116,7 +117,8 @@ void measure(What what, const std::vector<DevicePointer>& blocks) {
 int main() {
   ::setenv("TERRACE_DDR_BUDGET", "1GiB", 1);  // read once, by what is measured
   void* context = nullptr;
-  if (cuDevicePrimaryCtxRetain(&context, 0) != 0 || cuCtxSetCurrent(context) != 0) return 1;
+  if (cuInit(0) != 0 || cuDevicePrimaryCtxRetain(&context, 0) != 0 || cuCtxSetCurrent(context) != 0)
+    return std::fprintf(stderr, "bench_launch_scan: no context on a device\n"), 1;
   const auto stable = fill_space();
   if (stable.size() < kStable)
     return std::fprintf(stderr, "bench_launch_scan: the space gave too little\n"), 1;

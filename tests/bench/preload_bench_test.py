@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+import time
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,8 @@ class Floor(unittest.TestCase):
 class Rows(unittest.TestCase):
     def rows(self, run, part, **more):
         options = SimpleNamespace(build=Path("."), device="cuda", clients=None, python="python", allocator="native", case="gpt-plain",
-                                  tier="auto", pairs=3, deterministic=more.pop("deterministic", False), quick=True, jobs=1, size=None, steps=None)
+                                  tier="auto", pairs=3, deterministic=more.pop("deterministic", False), quick=True, jobs=more.pop("jobs", 1), size=None,
+                                  steps=None)
         bench = preload.Bench(options)
         bench.run = run
         out = io.StringIO()
@@ -55,8 +57,8 @@ class Rows(unittest.TestCase):
         calls = []
         times = iter([10, 12, 12, 10, 10, 30])
 
-        def run(case, more=(), budget=None, tier="hbm", phases=False):
-            if phases:
+        def run(case, more=(), budget=None, tier="hbm", through=()):
+            if through == preload.PHASES:
                 return self.answer(10, ["a"])
             calls.append(budget is None)
             return self.answer(next(times), ["a"])
@@ -69,9 +71,9 @@ class Rows(unittest.TestCase):
         calls = []
         times = {"gpt-save_on_cpu": iter([50, 40, 90]), True: iter([10, 10, 10]), False: iter([20, 14, 11])}
 
-        def run(case, more=(), budget=None, tier="hbm", phases=False):
+        def run(case, more=(), budget=None, tier="hbm", through=()):
             calls.append((case, budget is None, *more))
-            return self.answer(10 if phases else next(times[case if case in times else budget is None]), ["a"])
+            return self.answer(10 if through == preload.PHASES else next(times[case if case in times else budget is None]), ["a"])
 
         with mock.patch.object(preload, "PRESSURE", (("gpt-plain", 28, 0.5),)):
             _, rows = self.rows(run, "pressure", deterministic=True)
@@ -83,8 +85,39 @@ class Rows(unittest.TestCase):
         self.assertEqual(values["terrace", "ms_per_step"], 14)
         self.assertEqual(values["terrace", "step_time_ratio"], 1.4)
 
+    def test_one_takes_its_steps_while_the_next_have_begun(self):
+        begun, stepped = [], []
+
+        def run(case, more=(), budget=None, tier="hbm", through=()):
+            if through == preload.PHASES:
+                return self.answer(10, ["a"])
+            _, mine, following = through
+            begun.append(mine)
+            while not Path(mine).exists():
+                time.sleep(0.001)
+            stepped.append((int(Path(mine).name), len(begun)))
+            self.assertFalse(Path(following).exists())
+            return self.answer(10, ["a"])
+
+        _, rows = self.rows(run, "idle", jobs=3)
+        self.assertEqual([at for at, _ in stepped], list(range(6)), "in their order")
+        self.assertGreater(max(count - at for at, count in stepped), 1, "others had begun by then")
+        self.assertEqual(len(rows), 1)
+
+    def test_where_one_fails_no_other_begins(self):
+        begun = []
+
+        def run(case, more=(), budget=None, tier="hbm", through=()):
+            if through == preload.PHASES:
+                return self.answer(10, ["a"])
+            begun.append(through)
+            return {}
+
+        _, rows = self.rows(run, "idle")
+        self.assertEqual((len(begun), rows), (1, []))
+
     def test_another_loss_is_a_failure(self):
-        def run(case, more=(), budget=None, tier="hbm", phases=False):
+        def run(case, more=(), budget=None, tier="hbm", through=()):
             return self.answer(10, ["a"] if budget is None or budget > 50 << 20 else ["b"])
 
         bench, rows = self.rows(run, "bits")
