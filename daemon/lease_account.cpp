@@ -84,7 +84,7 @@ void LeaseAccount::grant(Member& member, Bytes bytes) {
 Bytes LeaseAccount::request(ClientId client, Bytes wanted, Unmet unmet, Time now) {
   Member& asking = member(client);
   if (unmet == Unmet::kKeep && wanted == 0_B) {  // withdrawn
-    asking.keeps = false;
+    asking.keeps = asking.told_coming = false;
     asking.waiting = 0_B;
     changed_ = true;
     return 0_B;
