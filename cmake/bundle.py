@@ -23,6 +23,7 @@ NOT_CARRIED = re.compile(
     r"^(linux-vdso|ld-linux|libc|libm|libdl|librt|libpthread|libresolv|libutil|libanl|libnss_\w+|libstdc\+\+|libgcc_s|"
     r"libcuda|libcublas|libcublasLt|libcudart|libnccl|libnvidia[\w-]*)[.-]")
 SOURCE_SUFFIXES = {".cpp", ".cc", ".c", ".hpp", ".h", ".cu", ".cuh", ".cmake", ".def", ".map"}
+COMPILED_THERE = "programs"  # what tests/hooks/compatibility runs
 CARRIED_FOLDERS = ("tests/", "examples/", "bench/", "dashboards/")
 
 ENV_SH = r"""# Source this: it lets the bundle's programs and tests find their files and CUDA's libraries.
@@ -100,8 +101,8 @@ def is_elf(path):
 
 def copy_binaries(build, out):
     copied = []
-    for folder in ("bin", "lib"):
-        (out / folder).mkdir(parents=True)
+    for folder in ("bin", "lib", "lib/loopback"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
         for path in sorted((build / folder).glob("*")):
             target = out / folder / path.name
             if path.is_symlink():
@@ -140,7 +141,9 @@ def copy_files(out):
     names = output_of(["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"]).split("\0")
     for name in names:
         path = PurePosixPath(name)
-        if not name.startswith(CARRIED_FOLDERS) or path.suffix in SOURCE_SUFFIXES or path.name == "CMakeLists.txt":
+        if not name.startswith(CARRIED_FOLDERS) or path.name == "CMakeLists.txt":
+            continue
+        if path.suffix in SOURCE_SUFFIXES and path.parent.name != COMPILED_THERE:
             continue
         if (ROOT / name).is_file():
             target = out / "source" / name

@@ -90,7 +90,10 @@ def program_command(item, options, folder):
 
 def run(item, mode, options, folder):
     """(exit code, lines of stdout, last words on stderr, seconds)"""
-    command = program_command(item, options, folder)
+    try:
+        command = program_command(item, options, folder)
+    except subprocess.CalledProcessError as error:
+        return error.returncode, [], f"{error.cmd[0]} failed", 0.0
     if mode != "plain":
         command = [str(options.terrace), "run", "--socket", str(folder / "s"), "--listen", "127.0.0.1:0", "--allocator", mode,
                    "--policy", str(options.policy), "--", *command]

@@ -1,6 +1,7 @@
 """Who needs memory to stay where it is says so by calls of PyTorch's, which are played here: the plugin stands in front of them."""
 
 import contextlib
+import sys
 import unittest
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 import models
 import terrace.torch.plugin
 from stack import BATCH, WEIGHTS, adamw, away, budget, layers, ledger
-from terrace.torch.allocator import GrowingSegments, Reading
+from terrace.torch.allocator import GrowingSegments, PrivatePools, Reading
 from terrace.torch.library import Stash
 from terrace.torch.streams import CudaStreams
 from terrace.torch.torch_versions import storage_of
@@ -67,6 +68,76 @@ class Calls(unittest.TestCase):
             Pool(device=0)
             storage_of(torch.ones(1))._share_cuda_()
         self.assertEqual(ended, ["ordinary", "pool", "ordinary", "shared"])
+
+
+class Pools(unittest.TestCase):
+    """What lies in memory of graphs stays. The allocator's answers are played: it has ordinary segments and those of a pool."""
+
+    GRAPHS = (0, 3)
+
+    def setUp(self):
+        self.pools = PrivatePools()
+        self.reserved = [10, 0]
+        self.segments = [{"address": 1000, "total_size": 100, "segment_pool_id": (0, 0), "device": 0},
+                         {"address": 2000, "total_size": 100, "segment_pool_id": self.GRAPHS, "device": 0},
+                         {"address": 4000, "total_size": 100, "segment_pool_id": self.GRAPHS, "device": 1}]
+        self.snapshots = 0
+        for name, value in (("memory_snapshot", self.snapshot), ("memory_stats_as_nested_dict", self.stats)):
+            patch = mock.patch.object(torch.cuda, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def snapshot(self):
+        self.snapshots += 1
+        return self.segments
+
+    def stats(self, device):
+        return {"reserved_bytes": {"all": {"allocated": self.reserved[0], "freed": self.reserved[1]}}}
+
+    def inside(self, *addresses):
+        return [self.pools.has(torch.device("cuda", 0), address) for address in addresses]
+
+    def test_only_a_pools_segments_of_the_device_count(self):
+        self.pools.note()
+        self.assertEqual(self.inside(999, 1050, 1999, 2000, 2099, 2100, 4050), [False] * 3 + [True] * 2 + [False] * 2)
+        self.assertEqual(self.snapshots, 1)
+
+    def test_they_are_looked_at_again_when_something_was_reserved_or_given_back(self):
+        self.pools.note()
+        self.assertEqual(self.inside(3000), [False])
+        self.segments.append({"address": 3000, "total_size": 10, "segment_pool_id": self.GRAPHS, "device": 0})
+        self.reserved[0] += 1
+        self.assertEqual(self.inside(3000, 3009, 2000), [True] * 3)
+        del self.segments[1]
+        self.reserved[1] += 1
+        self.assertEqual(self.inside(3000, 2000), [True, False])
+
+    def test_nobody_is_asked_where_there_are_no_pools(self):
+        with mock.patch.dict(sys.modules):
+            sys.modules.pop("torch._inductor.cudagraph_trees", None)
+            self.assertEqual(self.inside(2050), [False])
+            self.assertEqual(self.snapshots, 0)
+            sys.modules["torch._inductor.cudagraph_trees"] = object()
+            self.assertEqual(self.inside(2050), [True])
+
+    def test_an_allocator_that_does_not_tell_has_none(self):
+        self.pools.note()
+        with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=RuntimeError("cudaMallocAsync does not yet support it")):
+            self.assertEqual(self.inside(2050), [False])
+
+    def test_saved_tensors_and_gradients_in_a_pool_stay(self):
+        for pooled in (False, True):
+            with self.subTest(pooled=pooled), budget(WEIGHTS // 2) as plugin:
+                plugin.saved.lies_in_a_pool = plugin.gradients.lies_in_a_pool = lambda device, address: pooled
+                model = layers()
+                optimizer = adamw(model)
+                for _ in range(2):
+                    model(torch.cat([BATCH] * 200).requires_grad_()).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                figures = plugin.figures()
+                self.assertEqual(figures["gradient_bytes"] == 0, pooled)
+                self.assertEqual(plugin.saved.passed["pool"] > 0, pooled)
 
 
 class Watch(unittest.TestCase):

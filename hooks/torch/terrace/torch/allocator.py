@@ -1,7 +1,9 @@
 """What PyTorch's allocator says of a device, and the one thing that is asked of it: segments that grow in place."""
 
+import bisect
 import collections
 import os
+import sys
 
 import torch
 
@@ -39,6 +41,48 @@ class KnownMemory:
 
     def is_short(self):
         return False
+
+
+class PrivatePools:
+    """The segments of graphs, and of pools of the program's own: what lies there stays.
+
+    Graph trees (torch.compile, mode "reduce-overhead") give one graph the tensors of another by address, and refuse memory
+    that another stream has used.
+    """
+
+    def __init__(self):
+        self._used = False
+        self._known = {}  # by device: what was reserved then, where the segments begin, and where they end
+
+    def note(self):
+        """There are some, or soon will be."""
+        self._used = True
+
+    def has(self, device, address):
+        if not self._used and "torch._inductor.cudagraph_trees" not in sys.modules:
+            return False
+        try:
+            reserved = self._reserved(device)
+            if self._known.get(device, (None,))[0] != reserved:
+                spans = sorted((each["address"], each["address"] + each["total_size"]) for each in self._segments(device)
+                               if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0))
+                self._known[device] = reserved, [begin for begin, _ in spans], [end for _, end in spans]
+        except RuntimeError:  # a backend that does not tell
+            return False
+        _, begins, ends = self._known[device]
+        at = bisect.bisect_right(begins, address) - 1
+        return at >= 0 and address < ends[at]
+
+    @staticmethod
+    def _reserved(device):
+        """It is another whenever a segment has come, grown or gone."""
+        of_all = torch.cuda.memory_stats_as_nested_dict(device).get("reserved_bytes", {}).get("all", {})
+        return of_all.get("allocated"), of_all.get("freed")
+
+    @staticmethod
+    def _segments(device):
+        index = torch.device(device).index
+        return [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
 
 
 class GrowingSegments:

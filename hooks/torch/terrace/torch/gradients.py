@@ -53,6 +53,7 @@ class Gradients:
         self._smallest = smallest
         self.always = False  # whatever room there is
         self.make_room = lambda ledger, nbytes, keys: None  # weights may leave
+        self.lies_in_a_pool = lambda device, address: False  # of graphs, or of the program's own
         self._captured = Marked()
         self._hooked = {}  # by id: (weak parameter, handle)
         self._accumulated = threading.local()  # (weak, stream), on this thread: may leave
@@ -172,4 +173,5 @@ class Gradients:
     def _may_move(self, gradient):
         nbytes = gradient.numel() * gradient.element_size()
         return (type(gradient) is torch.Tensor and gradient.layout is torch.strided and not gradient.requires_grad
-                and nbytes >= self._smallest and storage_of(gradient).nbytes() == nbytes)
+                and nbytes >= self._smallest and storage_of(gradient).nbytes() == nbytes
+                and not self.lies_in_a_pool(gradient.device, storage_of(gradient).data_ptr()))

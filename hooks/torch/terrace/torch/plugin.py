@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from . import report
-from .allocator import GrowingSegments, KnownMemory, TorchMemory
+from .allocator import GrowingSegments, KnownMemory, PrivatePools, TorchMemory
 from .budget import DeviceBudget, FixedBudget
 from .gradients import Gradients
 from .lease import Lease
@@ -74,6 +74,9 @@ class Plugin:
         self._wrappers = Wrappers()
         self._watch = OverflowWatch(self._relieve)
         self._segments = GrowingSegments()
+        self._pools = PrivatePools()
+        if device == "cuda":
+            self.saved.lies_in_a_pool = self.gradients.lies_in_a_pool = self._pools.has
 
     # ------------------------------------------------------------ life
 
@@ -88,7 +91,7 @@ class Plugin:
         self._wrappers.before_capture(self._before_capture)
         if self._kind == "cuda":
             torch.cuda._lazy_call(self._watch.begin)  # when CUDA begins, or now
-        self._wrappers.before_memory_is_shared(self._segments.end)
+        self._wrappers.before_memory_is_shared(self._before_sharing)
         if os.environ.get("TERRACE_ALLOCATOR") == "terrace":
             self._wrappers.name_the_other_allocator()
 
@@ -209,10 +212,15 @@ class Plugin:
                 storages[storage._cdata] = storage.nbytes()
         return sum(storages.values()) + ledger.held + ledger.states.arriving
 
+    def _before_sharing(self):
+        self._segments.end()
+        self._pools.note()
+
     def _before_capture(self):
         """What a graph is about to refer to is whole; what it refers to never moves. Nothing is given back meanwhile."""
         self._watch.end()
         self._segments.end()
+        self._pools.note()
         self.weights.end("captured")
         self.states.bring_all()
         for ledger in self._ledgers.values():
