@@ -5,7 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstring>
+
+#include "hooks/intercept/plain_text.hpp"
 
 namespace terrace::hooks {
 namespace {
@@ -17,19 +18,15 @@ struct Tables {
   const std::uint32_t* gnu_hash = nullptr;
 };
 
-Tables tables_of(const dl_phdr_info& info) {
+Tables tables_of(const link_map& library) {
   Tables tables;
-  for (int i = 0; i < info.dlpi_phnum; ++i) {
-    if (info.dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
-    const auto* entry = reinterpret_cast<const ElfW(Dyn)*>(info.dlpi_addr + info.dlpi_phdr[i].p_vaddr);
-    for (; entry->d_tag != DT_NULL; ++entry) {
-      // The loader has added the base already, except in objects that are mapped read-only.
-      const ElfW(Addr) value = entry->d_un.d_ptr;
-      const ElfW(Addr) at = value < info.dlpi_addr ? value + info.dlpi_addr : value;
-      if (entry->d_tag == DT_SYMTAB) tables.symbols = reinterpret_cast<const ElfW(Sym)*>(at);
-      if (entry->d_tag == DT_STRTAB) tables.names = reinterpret_cast<const char*>(at);
-      if (entry->d_tag == DT_GNU_HASH) tables.gnu_hash = reinterpret_cast<const std::uint32_t*>(at);
-    }
+  for (const ElfW(Dyn)* entry = library.l_ld; entry->d_tag != DT_NULL; ++entry) {
+    // The loader has added the base already, except in objects that are mapped read-only.
+    const ElfW(Addr) value = entry->d_un.d_ptr;
+    const ElfW(Addr) at = value < library.l_addr ? value + library.l_addr : value;
+    if (entry->d_tag == DT_SYMTAB) tables.symbols = reinterpret_cast<const ElfW(Sym)*>(at);
+    if (entry->d_tag == DT_STRTAB) tables.names = reinterpret_cast<const char*>(at);
+    if (entry->d_tag == DT_GNU_HASH) tables.gnu_hash = reinterpret_cast<const std::uint32_t*>(at);
   }
   return tables;
 }
@@ -53,7 +50,7 @@ void* find_in(const Tables& tables, ElfW(Addr) base, const char* wanted) {
     const std::uint32_t here = chain[index - first];
     const ElfW(Sym)& symbol = tables.symbols[index];
     if ((here | 1) == (hash | 1) && symbol.st_shndx != SHN_UNDEF &&
-        std::strcmp(tables.names + symbol.st_name, wanted) == 0)
+        same_text(tables.names + symbol.st_name, wanted))
       return reinterpret_cast<void*>(base + symbol.st_value);
     if ((here & 1) != 0) return nullptr;
   }
@@ -61,23 +58,21 @@ void* find_in(const Tables& tables, ElfW(Addr) base, const char* wanted) {
 
 bool is_c_library(const char* path) {
   if (path == nullptr) return false;
-  const char* slash = std::strrchr(path, '/');
-  const char* file = slash == nullptr ? path : slash + 1;
+  const char* file = file_name_of(path);
   // Before glibc 2.34 the two were in a library of their own.
-  return std::strcmp(file, "libc.so.6") == 0 || std::strcmp(file, "libdl.so.2") == 0;
+  return same_text(file, "libc.so.6") || same_text(file, "libdl.so.2");
 }
 
-int look_in(dl_phdr_info* info, std::size_t, void* data) {
-  auto* found = static_cast<LoaderFunctions*>(data);
-  if (!is_c_library(info->dlpi_name)) return 0;
-  const Tables tables = tables_of(*info);
-  if (tables.symbols == nullptr || tables.names == nullptr || tables.gnu_hash == nullptr) return 0;
-  void* dlsym = find_in(tables, info->dlpi_addr, "dlsym");
-  void* dlvsym = find_in(tables, info->dlpi_addr, "dlvsym");
-  if (dlsym == nullptr || dlvsym == nullptr) return 0;
+bool look_in(const link_map& library, LoaderFunctions* found) {
+  if (!is_c_library(library.l_name)) return false;
+  const Tables tables = tables_of(library);
+  if (tables.symbols == nullptr || tables.names == nullptr || tables.gnu_hash == nullptr) return false;
+  void* dlsym = find_in(tables, library.l_addr, "dlsym");
+  void* dlvsym = find_in(tables, library.l_addr, "dlvsym");
+  if (dlsym == nullptr || dlvsym == nullptr) return false;
   found->dlsym = reinterpret_cast<decltype(found->dlsym)>(dlsym);
   found->dlvsym = reinterpret_cast<decltype(found->dlvsym)>(dlvsym);
-  return 1;
+  return true;
 }
 
 constinit LoaderFunctions known;
@@ -89,7 +84,10 @@ const LoaderFunctions& loader_functions() noexcept {
   // Threads that come at the same time find, and write, the same.
   if (!is_known.load(std::memory_order_acquire)) {
     LoaderFunctions found;
-    dl_iterate_phdr(look_in, &found);
+    // The loader's list rather than dl_iterate_phdr(), which others stand in front of too. Libraries of the
+    // start are never unloaded, and what is opened later is behind them.
+    for (const link_map* library = _r_debug.r_map; library != nullptr && !look_in(*library, &found);)
+      library = library->l_next;
     known = found;
     is_known.store(true, std::memory_order_release);
   }

@@ -75,5 +75,19 @@ TEST(PreloadLookup, AnotherHookBeforeOrBehindSeesEachCallOnce) {
   }
 }
 
+TEST(PreloadLookup, WhoBeginsByAskingForTheCLibrarysFunctionsIsAnswered) {
+  const std::string early = test::shared_library("loopback/libearly_hook.so").string();
+  const std::string preload = test::shared_library("libterrace_preload.so").string();
+  const Ended plain = run_guest("handles", preloaded_guest(), "lookup_guest");
+  for (const std::string& both : {early + ":" + preload, preload + ":" + early}) {
+    std::vector<std::string> settings = {"LD_PRELOAD=" + both};
+    const auto more = bare_guest();
+    settings.insert(settings.end(), more.begin() + 1, more.end());  // all but its own LD_PRELOAD
+    const Ended ended = run_guest("handles", settings, "lookup_guest");
+    ASSERT_EQ(ended.exit_code, 0) << both << '\n' << ended.err;
+    EXPECT_EQ(ended.out, plain.out) << both;
+  }
+}
+
 }  // namespace
 }  // namespace terrace

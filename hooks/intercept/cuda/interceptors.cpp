@@ -6,6 +6,7 @@
 #include "hooks/intercept/cuda/physical_handlers.hpp"
 #include "hooks/intercept/cuda/use_handlers.hpp"
 #include "hooks/intercept/loaded_library.hpp"
+#include "hooks/intercept/plain_text.hpp"
 
 namespace terrace::hooks::cuda {
 namespace {
@@ -51,7 +52,7 @@ std::optional<Symbol> symbol_named(const char* name) noexcept {
   const bool likely = name[0] == 'c' || name[0] == 'n' || name[0] == '_';
   if (!likely) return std::nullopt;
   for (std::size_t index = 0; index < kSymbolCount; ++index) {
-    if (std::strcmp(kRows[index].name, name) == 0) return static_cast<Symbol>(index);
+    if (same_text(kRows[index].name, name)) return static_cast<Symbol>(index);
   }
   return std::nullopt;
 }
