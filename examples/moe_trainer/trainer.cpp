@@ -34,7 +34,8 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
       corpus_(corpus),
       memory_(session),
       ops_(require(make_ops(session.device(), memory_))),
-      model_(std::make_unique<Model>(session, options_.config)) {
+      model_(std::make_unique<Model>(session, options_.config)),
+      stream_end_{session} {
   TERRACE_CHECK((options_.images != nullptr) == (config().images.patch > 0),
                 "images are given as configured");
   check_rules(session_.policy(), session_.sites());
@@ -57,9 +58,6 @@ Trainer::Trainer(Session& session, const Corpus& corpus, Options options)
   model_->refresh_copies(*ops_, session_.compute());
   base_fingerprint_ = terrace::trainer::base_fingerprint(session_, *model_);
 }
-
-// Copies in flight use the host buffers, and launches the operators' scratch.
-Trainer::~Trainer() { (void)session_.device().synchronize(session_.compute()); }
 
 void Trainer::upload_batch() {
   const auto length = static_cast<std::size_t>(config().train.length);

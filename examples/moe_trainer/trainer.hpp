@@ -33,7 +33,7 @@ class Trainer {
   // Reserves all that lasts: weights, gradients, optimizer state, buffers. Throws OutOfMemory, Failure.
   // Session and corpus outlive the trainer.
   Trainer(Session& session, const Corpus& corpus, Options options);
-  ~Trainer();  // waits for the compute stream
+  ~Trainer() = default;  // waits for the compute stream
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -64,6 +64,10 @@ class Trainer {
   [[nodiscard]] Memory& memory() { return memory_; }
 
  private:
+  struct StreamEnd {
+    Session& session;
+    ~StreamEnd() { (void)session.device().synchronize(session.compute()); }
+  };
   [[nodiscard]] float take_step();
   void upload_batch();
   [[nodiscard]] MicroBatch micro_batch(std::uint32_t index) const;
@@ -86,6 +90,9 @@ class Trainer {
   std::int64_t counted_ = 0;  // labels of the step that count
   std::int64_t steps_done_ = 0;
   std::uint64_t base_fingerprint_ = 0;
+  // Copies in flight use the host's buffers and the homes in DDR, launches the operators' scratch. The last
+  // member, so that a constructor that throws waits too.
+  StreamEnd stream_end_;
 };
 
 }  // namespace terrace::trainer
