@@ -63,22 +63,22 @@ void PageCollector::answer(WireConnection& connection) {
   auto asked = connection.receive(std::chrono::milliseconds(0));
   if (!asked) return connection.close();  // poll() passes over it from now on
   if (const auto* request = std::get_if<LeaseRequest>(&asked->message)) {
-    // What is pinned is not counted here.
     const bool hbm = request->tier == static_cast<std::uint32_t>(TierId::kHbm);
-    const Bytes granted =
-        hbm ? std::min(Bytes(request->wanted), hbm_budget_ - leased_) : Bytes(request->wanted);
-    if (hbm) leased_ += granted;
-    leased_peak_ = std::max(leased_peak_, leased_);
+    Bytes& leased = hbm ? leased_ : ddr_leased_;
+    Bytes& budget = hbm ? hbm_budget_ : ask_.ddr;
+    const Bytes granted = std::min(Bytes(request->wanted), budget - leased);
+    leased += granted;
     const bool coming =
-        hbm && request->unmet == Unmet::kKeep && request->wanted > granted.count() && ask_.others_give > 0_B;
-    (void)connection.send(LeaseGrant{request->tier, coming ? 1U : 0U, granted.count(), leased_.count()},
+        request->unmet == Unmet::kKeep && Bytes(request->wanted) > granted && ask_.others_give > 0_B;
+    leased_peak_ = std::max(leased_peak_, leased_);
+    (void)connection.send(LeaseGrant{request->tier, coming ? 1U : 0U, granted.count(), leased.count()},
                           asked->sequence);
     if (coming) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       const Bytes given = std::exchange(ask_.others_give, 0_B);
-      hbm_budget_ += given;
-      leased_ += given;
-      (void)connection.send(LeaseGrant{request->tier, 0, given.count(), leased_.count()}, 0);
+      budget += given;
+      leased += given;
+      (void)connection.send(LeaseGrant{request->tier, 0, given.count(), leased.count()}, 0);
     }
     if (leased_ < ask_.leased) return;
     ask_.leased = kNever;
@@ -89,9 +89,11 @@ void PageCollector::answer(WireConnection& connection) {
     answered_ += Bytes(reply->released);
     (void)connection.send(LeaseGrant{reply->tier, 0, 0, leased_.count()}, asked->sequence);
   } else if (const auto* release = std::get_if<Release>(&asked->message)) {
-    leased_ -= Bytes(release->bytes);
-    released_ += Bytes(release->bytes);
-    (void)connection.send(LeaseGrant{release->tier, 0, 0, leased_.count()}, asked->sequence);
+    const bool hbm = release->tier == static_cast<std::uint32_t>(TierId::kHbm);
+    Bytes& leased = hbm ? leased_ : ddr_leased_;
+    leased -= Bytes(release->bytes);
+    if (hbm) released_ += Bytes(release->bytes);
+    (void)connection.send(LeaseGrant{release->tier, 0, 0, leased.count()}, asked->sequence);
   }
 }
 

@@ -19,8 +19,9 @@ class PageCollector {
   struct AskBack {
     Bytes leased = kNever;
     Bytes target{};
-    Bytes others_give{};  // what others make room for, after a while, once somebody waits for more than there
-                          // is
+    // What others make room for, after a while, once somebody waits for more of HBM or DDR than there is.
+    Bytes others_give{};
+    Bytes ddr = kNever;  // that there is
   };
   explicit PageCollector(Bytes hbm_budget = kNever) : PageCollector(hbm_budget, AskBack()) {}
   PageCollector(Bytes hbm_budget, AskBack ask);
@@ -47,7 +48,8 @@ class PageCollector {
   std::vector<WireConnection> connections_;
   std::vector<std::unique_ptr<SharedPageReader>> pages_;
   std::vector<std::string> devices_;
-  Bytes hbm_budget_, leased_, leased_peak_, released_;
+  Bytes hbm_budget_, leased_, leased_peak_, released_;  // of HBM
+  Bytes ddr_leased_;
   AskBack ask_;
   Bytes answered_;
   std::thread thread_;

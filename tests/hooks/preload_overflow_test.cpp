@@ -6,6 +6,7 @@ namespace terrace {
 namespace {
 
 using test::Ended;
+using test::PageCollector;
 using test::preloaded_guest;
 using test::run_guest;
 using test::Settings;
@@ -156,6 +157,14 @@ TEST(PreloadOverflow, WhoLeasesForTheProcessLendsTheDdr) {
   EXPECT_THAT(values_of(ended, "lent"), ElementsAre(16, 0));
   EXPECT_EQ(value_of(ended, "of the policy"), 0);
   EXPECT_EQ(value_of(ended, "too much of it"), kOutOfMemory) << "with what he had lent";
+}
+
+TEST(PreloadOverflow, OthersWhoHoldTheDdrAreWaitedFor) {
+  for (const Bytes given : {0_B, 512_MiB}) {
+    PageCollector collector(PageCollector::kNever, {.others_give = given, .ddr = 4_MiB});
+    const Ended ended = run_guest("overflow", with_torch({"TERRACE_SOCKET=" + collector.socket()}));
+    EXPECT_EQ(value_of(ended, "second"), given > 0_B ? 0 : kOutOfMemory) << ended.err;
+  }
 }
 
 TEST(PreloadOverflow, TheDdrIsForAllDevicesTogether) {
