@@ -166,6 +166,9 @@ class Bench:
                 print("preload: that was after its last step", file=sys.stderr)
             self.bad = True
             return {}
+        if "ms_per_step" in said:  # a reading that is cut short has told that much
+            limit = "" if budget is None else f" within {int(budget) >> 20} MiB"
+            print(f"preload: {case}{limit}: {said['ms_per_step']} ms a step", file=sys.stderr)
         return said
 
     def peak(self, case, more=()):
