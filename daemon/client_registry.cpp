@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::array kTiers = {TierId::kHbm, TierId::kPeer, TierId::kDdr, TierId::kNvme};
 constexpr const char* kOtherJobs = "other";
+// A client that was granted memory and shows none in its page by then does not count there.
+constexpr Nanoseconds kTakesUntil = std::chrono::seconds(10);
 constexpr Nanoseconds kAskDrivers = std::chrono::milliseconds(50);  // how often, while there is reason to
 constexpr Bytes kLargestDevice = Bytes(1ULL << 44);  // a stated capacity beyond 16 TiB is not believed
 
@@ -226,7 +228,8 @@ Bytes ClientRegistry::unbacked_on(const std::string& device) const {
     for (std::size_t pool = 0; pool < kPoolCount; ++pool)
       live += std::min(slot(Metric::kTierBytes, kHbm * kPoolCount + pool), kLargestDevice);
     backed = std::max(backed, live);
-    if (backed > 0_B) unbacked += saturating_sub(book_.leased(id, TierId::kHbm), backed);
+    const bool takes = client.granted_at && steady_clock().now() - *client.granted_at < kTakesUntil;
+    if (backed > 0_B || takes) unbacked += saturating_sub(book_.leased(id, TierId::kHbm), backed);
   }
   return unbacked;
 }
@@ -265,6 +268,7 @@ ClientRegistry::Grant ClientRegistry::request(ClientId client, const LeaseReques
   if (!clients_.contains(client)) return {};
   const auto tier = static_cast<TierId>(request.tier);
   const Bytes granted = book_.request(client, tier, Bytes(request.wanted), request.unmet, now);
+  if (granted > 0_B && tier == TierId::kHbm) clients_.at(client).granted_at = steady_clock().now();
   return {granted, book_.leased(client, tier), book_.coming(client, tier)};
 }
 ClientRegistry::Grant ClientRegistry::release(ClientId client, const Release& release) {
@@ -293,7 +297,14 @@ std::vector<ClientId> ClientRegistry::steer(pid_t pid, Course course, std::optio
 }
 std::vector<LeaseEvent> ClientRegistry::settle(LeaseBook::Time now) {
   const std::lock_guard lock(mutex_);
-  return book_.settle(now);
+  auto events = book_.settle(now);
+  for (const LeaseEvent& event : events) {
+    const auto found = clients_.find(event.client);
+    if (event.what == LeaseEvent::What::kGrant && event.tier == TierId::kHbm && event.bytes > 0_B &&
+        found != clients_.end())
+      found->second.granted_at = steady_clock().now();
+  }
+  return events;
 }
 std::optional<LeaseBook::Time> ClientRegistry::due() const {
   const std::lock_guard lock(mutex_);

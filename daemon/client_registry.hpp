@@ -133,7 +133,8 @@ class ClientRegistry {
   struct Client {
     Record record;
     std::unique_ptr<SharedPageReader> page;
-    Bytes capacity;  // of its device, as it says
+    Bytes capacity;                         // of its device, as it says
+    std::optional<Nanoseconds> granted_at;  // HBM, last
   };
   [[nodiscard]] std::string label_for(const std::string& job, uid_t uid);
   void set_terms_of(const Record& record);

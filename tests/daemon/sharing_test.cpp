@@ -2,7 +2,9 @@
 // client's children hold open.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "daemon/observer.hpp"
 #include "runtime/copy_engine.hpp"
@@ -164,6 +166,8 @@ TEST_F(SharingTest, WhatADeadClientsChildHoldsIsNotLeasedAgainUntilItEnds) {
 
   TestClient other(socket_, "b", [](DaemonLink& link, const DaemonLink::Ask& ask) { link.answer(ask, 0_B); });
   EXPECT_EQ(other.ask(TierId::kHbm, 8_GiB), 2_GiB) << "the child holds the rest";
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(150));  // the driver is asked again, and nothing is taken yet
   EXPECT_EQ(*other.link().request_and_keep(TierId::kHbm, 6_GiB, std::chrono::milliseconds(0)), 0_B);
   driver.held = (8_GiB).count();  // what it was granted it has taken
   other.page().set<Metric::kTierMappedBytes>(TierId::kHbm, 2_GiB);
