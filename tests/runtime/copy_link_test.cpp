@@ -85,14 +85,17 @@ TEST_F(CopyLinkTest, ADeviceMayShareTheSeatOfSomebodyElseInTheProcess) {
 
 TEST_F(CopyLinkTest, WhoIsHeldBackByItsLeaseSaysSoAndWhatItSpent) {
   take_seat(1);  // the least there is: a chunk of 64 KiB owes 2 ms
-  std::promise<void> done;
-  const auto ticket = spill(4, [&](const Status& status) {
-    EXPECT_TRUE(status.ok());
-    done.set_value();
-  });
-  EXPECT_GT(engine_->held_back(Direction::kD2H), 0_B);
-  done.get_future().wait();
-  EXPECT_TRUE(ticket.done());
+  // Where a chunk takes the machine longer than it owes, none is held back.
+  for (int attempt = 0; attempt < 100 && own().limited_at[1].load() == 0; ++attempt) {
+    std::promise<void> done;
+    const auto ticket = spill(4, [&](const Status& status) {
+      EXPECT_TRUE(status.ok());
+      done.set_value();
+    });
+    EXPECT_GT(engine_->held_back(Direction::kD2H), 0_B);
+    done.get_future().wait();
+    EXPECT_TRUE(ticket.done());
+  }
   EXPECT_GT(own().limited_at[1].load(), 0U);
   EXPECT_EQ(own().limited_at[0].load(), 0U);
   EXPECT_GT(own().spent[1].load(), 0U);
