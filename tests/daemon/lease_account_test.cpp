@@ -62,7 +62,8 @@ TEST_F(LeaseAccountTest, AKeptRequestOfNothingWithdrawsWhatIsWaitedFor) {
   EXPECT_EQ(keep(kTwo, 0_B), 0_B);
   EXPECT_EQ(account_.waiting(kTwo), 0_B);
   EXPECT_EQ(account_.answer(kOne, asked[0].ask, 30_B, Time(1)), 30_B);
-  for (const LeaseEvent& event : settle(Time(1))) EXPECT_NE(event.client, kTwo) << "nobody waits there any more";
+  for (const LeaseEvent& event : settle(Time(1)))
+    EXPECT_NE(event.client, kTwo) << "nobody waits there any more";
   EXPECT_EQ(account_.leased(kTwo), 0_B);
 }
 
