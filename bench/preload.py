@@ -278,14 +278,14 @@ class Bench:
         names = list(sides)
         order = [(turn, names[(place + turn) % len(names)]) for turn in range(count) for place in range(len(names))]
 
-        def asked_of(at):
-            case, budget = sides[order[at][1]]
-            return case, self.more, budget
-
         with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             turns = Turns(Path(folder))
-            said = list(pool.map(lambda at: turns.take(at, lambda files: self.run(
-                *asked_of(at), self.options.tier, ("turn.py", *files))), range(len(order))))
+
+            def take(at):
+                case, budget = sides[order[at][1]]
+                return turns.take(at, lambda files: self.run(case, self.more, budget, self.options.tier, ("turn.py", *files)))
+
+            said = list(pool.map(take, range(len(order))))
         if not all(said):
             return []
         rounds = [{} for _ in range(count)]

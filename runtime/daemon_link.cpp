@@ -494,6 +494,14 @@ Result<Bytes> DaemonLink::request_and_keep(TierId tier, Bytes bytes, millisecond
   }
 }
 
+Result<Bytes> DaemonLink::request_and_wait(TierId tier, Bytes bytes, milliseconds patience) noexcept {
+  const auto at_once = request(tier, bytes);
+  if (!at_once || *at_once >= bytes) return at_once;
+  const auto later = request_and_keep(tier, bytes - *at_once, patience);
+  (void)request_and_keep(tier, Bytes(), {});
+  return later ? *at_once + *later : *at_once;
+}
+
 void DaemonLink::answer(const Ask& ask, Bytes released) noexcept {
   if (!impl_->in_owner()) return;
   try {

@@ -83,6 +83,10 @@ class DaemonLink {
   // `patience` while others make room. Returns what was granted by then.
   [[nodiscard]] Result<Bytes> request_and_keep(TierId tier, Bytes bytes,
                                                std::chrono::milliseconds patience) noexcept;
+  // The same, but what has not come within `patience` is wanted no more. Returns what came; lease() has also
+  // what came at the last moment.
+  [[nodiscard]] Result<Bytes> request_and_wait(TierId tier, Bytes bytes,
+                                               std::chrono::milliseconds patience) noexcept;
   // Gives bytes back, at most the lease. Doesn't wait.
   void release(TierId tier, Bytes bytes) noexcept;
   // The same, as the answer to an ask. Less than it names: the process needs the rest.

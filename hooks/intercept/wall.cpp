@@ -128,8 +128,7 @@ bool Wall::others_make_room(Account& account, Bytes bytes) {
     before = lease.lease;
     missing = std::min(std::max(needed - before, lease.budget / kStepShare), lease.budget - before);
   }
-  (void)link->request_and_keep(TierId::kHbm, missing, kRoomPatience);
-  (void)link->request_and_keep(TierId::kHbm, 0_B, {});  // what has not come by now is wanted no more
+  (void)link->request_and_wait(TierId::kHbm, missing, kRoomPatience);
   const std::lock_guard lock(account.mutex);
   Lease& lease = *account.lease;
   if (lease.led) {  // by now somebody else leases
@@ -428,12 +427,9 @@ Bytes Wall::lease_ddr(int device, Bytes wanted) noexcept try {
 // policy alone decides.
 Bytes Wall::obtain_ddr(DaemonLink& link, Bytes own, Bytes wanted) {
   if (wanted == 0_B) return wanted;
-  const auto at_once = link.request(TierId::kDdr, wanted);
-  if (!at_once) return wanted;
-  if (*at_once >= wanted) return wanted;
-  (void)link.request_and_keep(TierId::kDdr, wanted - *at_once, kRoomPatience);
-  (void)link.request_and_keep(TierId::kDdr, 0_B, {});  // what has not come by now is wanted no more
-  const Bytes granted = std::clamp(saturating_sub(link.lease(TierId::kDdr), own), *at_once, wanted);
+  const auto came = link.request_and_wait(TierId::kDdr, wanted, kRoomPatience);
+  if (!came || *came >= wanted) return wanted;
+  const Bytes granted = std::clamp(saturating_sub(link.lease(TierId::kDdr), own), *came, wanted);
   link.release(TierId::kDdr, saturating_sub(link.lease(TierId::kDdr), own + granted));
   return granted;
 }

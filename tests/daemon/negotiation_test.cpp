@@ -54,6 +54,22 @@ TEST_F(NegotiationTest, ANewcomerWaitsForItsShareAndGetsTheRestLater) {
   EXPECT_EQ(server.leased(TierId::kHbm), 7_GiB);
 }
 
+TEST_F(NegotiationTest, WhoWaitsForRoomAtOnceWantsNothingLater) {
+  RunningServer server(socket_, {.hbm = 8_GiB, .ddr = 2_GiB});
+  TestClient one(socket_, "a", give_all_that_is_asked);
+  EXPECT_EQ(*one.link().request_and_keep(TierId::kHbm, 8_GiB, kLong), 8_GiB);
+  auto two = std::make_unique<TestClient>(socket_, "b", give_all_that_is_asked);
+  EXPECT_EQ(*two->link().request_and_wait(TierId::kHbm, 3_GiB, kLong), 3_GiB);
+  EXPECT_EQ(one.link().lease(TierId::kHbm), 5_GiB);
+  TestClient three(socket_, "c", [](DaemonLink& link, const DaemonLink::Ask& ask) { link.answer(ask, 0_B); });
+  EXPECT_GT(*three.link().request_and_keep(TierId::kHbm, 2_GiB, kLong), 0_B);
+  EXPECT_LT(*two->link().request_and_wait(TierId::kHbm, 8_GiB, milliseconds(0)), 8_GiB);
+  const Bytes held = two->link().lease(TierId::kHbm);
+  three.link().release(TierId::kHbm, 2_GiB);
+  EXPECT_TRUE(eventually([&] { return server.leased(TierId::kHbm) == 8_GiB; })) << "the first takes it";
+  EXPECT_EQ(two->link().lease(TierId::kHbm), held);
+}
+
 // The wall of a preload library, as a process lease sees it.
 std::atomic<std::uint64_t> wall_used{0}, wall_limit{0};
 

@@ -91,7 +91,8 @@ class Plugin:
         self._wrappers.before_capture(self._before_capture)
         if self._kind == "cuda":
             torch.cuda._lazy_call(self._watch.begin)  # when CUDA begins, or now
-        self._wrappers.before_memory_is_shared(self._before_sharing)
+        self._wrappers.before_pools(self._before_pools)
+        self._wrappers.before_memory_is_shared(self._segments.end)
         if os.environ.get("TERRACE_ALLOCATOR") == "terrace":
             self._wrappers.name_the_other_allocator()
 
@@ -212,15 +213,14 @@ class Plugin:
                 storages[storage._cdata] = storage.nbytes()
         return sum(storages.values()) + ledger.held + ledger.states.arriving
 
-    def _before_sharing(self):
+    def _before_pools(self):
         self._segments.end()
         self._pools.note()
 
     def _before_capture(self):
         """What a graph is about to refer to is whole; what it refers to never moves. Nothing is given back meanwhile."""
         self._watch.end()
-        self._segments.end()
-        self._pools.note()
+        self._before_pools()
         self.weights.end("captured")
         self.states.bring_all()
         for ledger in self._ledgers.values():

@@ -101,10 +101,13 @@ class Wrappers:
         if isinstance(graph, type):
             self._call_first(graph, "capture_begin", call)
 
-    def before_memory_is_shared(self, call):
-        """By pools of the program's own, and with other processes."""
+    def before_pools(self, call):
+        """Of the program's own."""
         if isinstance(getattr(torch.cuda, "MemPool", None), type):
             self._call_first(torch.cuda.MemPool, "__init__", call)
+
+    def before_memory_is_shared(self, call):
+        """With other processes."""
         self._call_first(torch.UntypedStorage, "_share_cuda_", call)
 
     def name_the_other_allocator(self):
